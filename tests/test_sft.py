@@ -148,9 +148,10 @@ def test_grpo_begins_with_the_adapter(tiny_model, shapes, tmp_path):
     assert len(before) == len(after) and before != after
 
 
-def test_two_processes_make_the_same_run(tiny_model, rows, tmp_path):
-    """A step of one prompt leaves one of the processes without any."""
-    flags = [f"--{name}={value}" for name, value in (FLAGS | {"max_steps": 3, "prompts_per_step": 1}).items()]
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_two_processes_make_the_same_run(prompts, tiny_model, rows, tmp_path):
+    """A step of one prompt leaves one of the processes without any; with three, both have answers to count."""
+    flags = [f"--{name}={value}" for name, value in (FLAGS | {"max_steps": 3, "prompts_per_step": prompts}).items()]
     for processes in (0, 2):
         command = ["sft.py", "--task=count", f"--model={tiny_model}", f"--data={rows}", *flags]
         done = run_script(*command, f"--output={tmp_path}/{processes}", processes=processes)

@@ -1,12 +1,14 @@
 """Rewards of parts of a completion, and an advantage for each token."""
 
+import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import grpo
-from common.errors import UserError
+from common.errors import StepFailed, UserError
 from common.files import read_jsonl
 from common.records import Completion, Group, GroupRewards, Prompt, Rewards, Rollout, ScoredGroup, Span
 from common.spans import as_tensors, spread_over_tokens, without_penalty
@@ -65,6 +67,17 @@ def test_marks_that_rewards_do_not_see_have_no_characters(processor):
     rollout = rollout_of("x<|begin_of_box|>5<|end_of_box|>y", processor)
     starts = token_starts(rollout, "", processor)
     assert [starts[0], starts[1], starts[-1]] == [0, 1, 2]
+
+
+def test_a_tokenizer_that_decodes_otherwise_token_by_token_is_refused(processor):
+    """A setting of transformers takes spaces before punctuation out of the whole text."""
+    tokenizer = copy.deepcopy(processor.tokenizer)
+    tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    ids = rollout_of("a , b", processor).ids
+    rollout = Rollout(ids, torch.zeros(len(ids)), text=tokenizer.decode(ids))
+    with pytest.raises(StepFailed, match=r"^spans need a tokenizer that decodes token by token, but 'a, b' changes$"):
+        token_starts(rollout, "", replace(processor, tokenizer=tokenizer))
 
 
 def test_spans_are_counted_in_tokens_and_those_without_a_token_are_left_out(processor):

@@ -75,18 +75,24 @@ def other_model(tiny_model, tmp_path_factory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("column", [False, True], ids=["teacher_pixels", "teacher_images"])
-def test_a_teacher_sees_its_own_pictures(tiny_model, other_model, shapes, tmp_path, column):
-    """The student sees 42 x 42 pixels, the teacher 84 x 84; completions are aligned by their own tokens."""
+STUDENT_SEES = {  # less than the teacher; of `teacher_images`, their columns say so
+    "max_pixels": dict(min_pixels=56 * 56, max_pixels=56 * 56, teacher_pixels=84 * 84),
+    "max_side": dict(max_side=56, teacher_pixels=84 * 84),
+    "teacher_images": {},
+}
+
+
+@pytest.mark.parametrize("student_sees", STUDENT_SEES)
+def test_a_teacher_sees_its_own_pictures(tiny_model, other_model, shapes, tmp_path, student_sees):
+    """The student sees 56 x 56 pixels, the teacher 84 x 84; completions are aligned by their own tokens."""
     rows = [{"prompt": "<image>How many?", "answer": "1", "images": [f"{shapes}/images/00000.png"]}]
-    if column:
+    if student_sees == "teacher_images":
         small = tmp_path / "small.png"
         Image.open(rows[0]["images"][0]).resize((56, 56)).save(small)
         rows[0] |= {"images": [str(small)], "teacher_images": [f"{shapes}/images/00000.png"]}
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = dict(prompts_per_step=1, teacher=other_model, teacher_weight=1.0, dtype="float32")
-    if not column:
-        flags |= dict(min_pixels=56 * 56, max_pixels=56 * 56, teacher_pixels=84 * 84)
+    flags |= STUDENT_SEES[student_sees]
     cfg = config(tiny_model, str(tmp_path / "d.jsonl"), tmp_path / "run", **flags)
     run = grpo.set_up(cfg)
     groups, rewards = run.collector.collect(run.policy, grpo.advantages_of, 0)

@@ -14,11 +14,13 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import Image
+from tokenizers.processors import TemplateProcessing
 
 import rewards
 from common import plugins
 from common.environments import ENVIRONMENTS, tool_call
 from data import encode_prompt, load_processor, use_environment
+from sampling import episodes
 from sampling.episodes import Episodes
 from tests.helpers.models import save_tiny
 from tests.helpers.rows import make_sample
@@ -95,6 +97,16 @@ def test_a_call_that_fails_is_answered_in_text_and_counted(fault, message, proce
     text = processor.tokenizer.decode(episode.trajectory.ids[~episode.trajectory.sampled])
     assert text.count("<|im_end|>") == 2 and "<|image_pad|>" not in text
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4e6, "kilobytes"
+
+
+def test_each_reason_is_printed_once_and_not_too_many(processor, monkeypatch, capsys):
+    monkeypatch.setattr(episodes, "_reported", set())
+    reasons = ("dict", "dict", "number", "list", "nan", "inf", "huge", "large", "reward", "thin", "many", "text")
+    for fault in (*reasons, "no pixels"):
+        assert turn(begin(processor, "faulty"), fault)
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: a call of --env failed")]
+    assert [line.count("it returned a dict") for line in notes] == [1] + 9 * [0]
+    assert notes[-1].endswith("9 pictures are too many")
 
 
 @pytest.mark.parametrize(("answer", "text"), [("nothing", ""), ("no text", ""), ("half", "a ? b")])
@@ -207,6 +219,18 @@ def test_tokens_are_never_made_again_from_text(processor):
     assert rollout.trajectory.engine_ids == rollout.trajectory.ids.tolist()
     chat = tokenizer.decode(rollout.trajectory.ids[4:-4])
     assert chat.startswith("\n<|im_start|>user\nerror: ") and chat.count("<|im_end|>\n<|im_start|>assistant\n") == 1
+
+
+def test_an_answer_begins_no_sequence(processor):
+    """A tokenizer may put a token before each text."""
+    tokenizer = copy.deepcopy(processor.tokenizer)
+    begins = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", tokenizer.pad_token_id)])
+    tokenizer.backend_tokenizer.post_processor = begins
+    assert tokenizer.decode(tokenizer("a").input_ids) == "<|endoftext|>a"
+    episode = begin(replace(processor, tokenizer=tokenizer), "faulty")
+    assert turn(episode, "go on")
+    chat = tokenizer.decode(episode.trajectory.ids)
+    assert chat == "go on<|im_end|>\n<|im_start|>user\nturn 1<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_what_a_model_sees_follows_its_stop_token(processor):
@@ -373,6 +397,15 @@ def test_a_template_that_knows_tools_writes_them_and_their_answers(processor):
     assert turn(episode, "picture") and episode.trajectory.num_failed == 0
     answered = processor.tokenizer.decode(episode.trajectory.engine_ids)
     assert "user\n<tool_response>\nsee <|vision_start|><|image_pad|><|vision_end|>\n</tool_response>" in answered
+
+
+def test_a_template_that_leaves_out_the_picture_of_a_tool_has_it_in_the_users_turn(processor):
+    blind = QWEN3.replace("part.type == 'image' %}", "part.type == 'image' %}{% if m.role != 'tool' %}")
+    blind = blind.replace("<|vision_end|>{% else %}", "<|vision_end|>{% endif %}{% else %}")
+    episode = begin(with_template(processor, blind), "faulty")
+    assert turn(episode, "picture") and episode.trajectory.num_failed == 0
+    answered = processor.tokenizer.decode(episode.trajectory.engine_ids)
+    assert "<|im_start|>user\nsee <|vision_start|><|image_pad|><|vision_end|><|im_end|>" in answered
 
 
 def test_a_prompt_without_tools_stays_as_it_is(processor):

@@ -30,6 +30,7 @@ from evaluation.scorer import Scorer
 from grading import math_workers
 from grading.sandbox import WorkerPool
 from policy import export
+from tests.helpers.marks import slow
 from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL, config, difference, metrics
 from tests.helpers.scripts import ROOT, run_script
@@ -250,6 +251,31 @@ def test_a_step_that_broke_off_at_once_is_taken_again(adapter, tiny_model, shape
         with pytest.raises(RunStopped, match="stopped after step 0; checkpoint-0 is complete: continue") as stopped:
             run.loop.train(run, grpo.train_step)
     assert stopped.value.status == 130
+    grpo.main(config(tiny_model, shapes, tmp_path / "run", resume="newest", **flags))
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "plain")
+    assert difference(tmp_path / "run" / "checkpoint-2", tmp_path / "plain" / "checkpoint-2", tmp_path) == 0.0
+
+
+@pytest.mark.parametrize("passes", ["first update", *slow("reference")])
+def test_a_signal_before_the_weights_move_undoes_the_step(passes, tiny_model, shapes, tmp_path, monkeypatch):
+    """A real signal in the second step, of two updates with a KL term. The resumed run takes that step again."""
+    flags = dict(max_steps=2, micro_batch_tokens=60, num_iterations=2, beta=0.01)
+    grpo.main(config(tiny_model, shapes, tmp_path / "plain", **flags))
+    run = grpo.set_up(config(tiny_model, shapes, tmp_path / "run", **flags))
+    owner, name = (run.updater, "with_logprobs") if passes == "reference" else (grpo, "backward")
+    function = getattr(owner, name)
+
+    def signalled(*args):
+        if run.step == 1 and not run.loop.interrupted:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return function(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, signalled)
+        with pytest.raises(RunStopped, match="stopped after step 1; checkpoint-1 is complete: continue") as stopped:
+            run.loop.train(run, grpo.train_step)
+    assert stopped.value.status == 130
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1]
     grpo.main(config(tiny_model, shapes, tmp_path / "run", resume="newest", **flags))
     assert metrics(tmp_path / "run") == metrics(tmp_path / "plain")
     assert difference(tmp_path / "run" / "checkpoint-2", tmp_path / "plain" / "checkpoint-2", tmp_path) == 0.0
