@@ -35,14 +35,18 @@ RECIPES = pathlib.Path(__file__).parent / "recipes"
 def with_recipe(arguments: list[str]) -> list[str]:
     """Put the flags of the task's recipe before `arguments`, which override them, unless `arguments` have `--data`.
 
-    Raises UserError if the recipe has no data of its own either.
+    Raises UserError if there is neither `--data` nor `--task`, or if the recipe has no data of its own either.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--task", default=Config.task)
+    parser.add_argument("--task")
     parser.add_argument("--data")
     given, _ = parser.parse_known_args(arguments)
     recipe = RECIPES / f"{given.task}.flags"
-    if given.data is not None or {"-h", "--help"} & set(arguments) or not recipe.is_file():
+    if given.data is not None or {"-h", "--help"} & set(arguments):
+        return arguments
+    if given.task is None:
+        raise UserError("no --data: give --data FILE, or --task vqa or --task math, which have public data")
+    if not recipe.is_file():
         return arguments
     flags = shlex.split(recipe.read_text(encoding="utf-8"), comments=True)
     if "--data" not in flags:
@@ -343,7 +347,7 @@ class RunFlags:
 class GRPOFlags:
     """The flags of the algorithm."""
 
-    task: str = "count"
+    task: str = "vqa"
     """The task, which determines the prompt and the reward: count, vqa, math, or one that a plugin adds to `TASKS`."""
     model: str = "Qwen/Qwen2.5-VL-3B-Instruct"
     """Initial policy and KL reference: a folder in Hugging Face layout or a hub name."""

@@ -82,7 +82,7 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
     data: str = ""
     """Rows to score on, in any format that training reads. For a benchmark: a file or folder with the columns of the
     benchmark."""
-    task: str = "count"
+    task: str = "vqa"
     """Task whose prompt template and reward are used; ignored with a benchmark."""
     output: str = "runs/evaluation"
     """Output folder for predictions.jsonl, scores.json, scores.png and completions.html."""

@@ -29,8 +29,6 @@ class Config(config.Config):
     """Number of GPUs, all of one machine. For several machines, see docs/cluster.md."""
     memory: float = 80.0
     """Memory of each GPU in GB, as in its name."""
-    task: str = "vqa"
-    """Task in the commands."""
     data: str = "train.jsonl"
     """Data set in the commands."""
 

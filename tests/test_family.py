@@ -140,7 +140,9 @@ def test_family_trains_whole(family, tiny_family, rows, tmp_path, capsys):
         moved.append(not torch.equal(old, new))
     assert sum(moved) > 15
     evaluate.main(
-        evaluate.Config(model=str(final), data=rows(family), max_completion_length=4, output=str(tmp_path / "eval"))
+        evaluate.Config(
+            model=str(final), data=rows(family), task="count", max_completion_length=4, output=str(tmp_path / "eval")
+        )
     )
     record(family, "full", "yes")
     record(family, "sampler", mismatch)

@@ -215,6 +215,7 @@ def test_a_run_on_the_device(tiny_model, shapes, tmp_path):
     cfg = grpo.Config(
         model=tiny_model,
         data=shapes,
+        task="count",
         output=str(tmp_path),
         max_steps=3,
         prompts_per_step=4,
@@ -246,13 +247,13 @@ def test_a_4_bit_policy_samples_for_itself(tiny_model, shapes, tmp_path):
     flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--lora_rank=8", "--load_in_4bit"]
     flags += ["--max_steps=3", "--prompts_per_step=4", "--num_generations=4", "--max_completion_length=16"]
     flags += ["--learning_rate=1e-2", "--lora_dropout=0.1", "--engine=policy", "--activation_checkpointing=full"]
-    process = run("grpo.py", *flags, "--no_compile")
+    process = run("grpo.py", "--task=count", *flags, "--no_compile")
     assert process.returncode == 0, process.stderr[-3000:]
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert max(row["sampling/logp_difference_mean"] for row in rows) < 0.02  # bfloat16: 0.010 on an H100
     assert rows[-1]["grad_norm"] > 0
     flags = [f"--model={tiny_model}", f"--adapter={tmp_path}/run/final", "--load_in_4bit", f"--data={shapes}"]
-    process = run("evaluate.py", *flags, "--max_completion_length=16", f"--output={tmp_path}/eval")
+    process = run("evaluate.py", "--task=count", *flags, "--max_completion_length=16", f"--output={tmp_path}/eval")
     assert process.returncode == 0, process.stderr[-3000:]
 
 
@@ -293,6 +294,7 @@ def test_moments_and_reference_in_host_memory_change_nothing(tiny_model, shapes,
         cfg = grpo.Config(
             model=tiny_model,
             data=shapes,
+            task="count",
             output=str(tmp_path / name),
             max_steps=3,
             prompts_per_step=4,
@@ -339,6 +341,7 @@ def test_an_overflow_on_the_device_shrinks_the_budget(tiny_model, shapes, tmp_pa
     cfg = grpo.Config(
         model=tiny_model,
         data=shapes,
+        task="count",
         output=str(tmp_path),
         engine="hf",
         compile=False,

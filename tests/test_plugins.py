@@ -47,7 +47,8 @@ def trained(tiny_model, shapes, mine, tmp_path_factory) -> pathlib.Path:
     output = tmp_path_factory.mktemp("runs") / "run"
     command = shlex.split(re.search(r"^    \.venv/bin/python (grpo.py --plugin .*)$", README, re.MULTILINE)[1])
     command[command.index("mine.py")] = mine
-    flags = {"model": tiny_model, "data": shapes, "eval_data": shapes, "max_steps": 2, "output": output, **SMALL}
+    flags = {"model": tiny_model, "data": shapes, "eval_data": shapes, "max_steps": 2, "output": output}
+    flags |= SMALL | {"task": "first_digit"}
     done = run_script(*command, *arguments(**flags))
     assert done.returncode == 0, done.stderr[-2000:]
     return output
@@ -62,8 +63,8 @@ def test_a_task_and_a_loss_are_added_as_the_readme_says(trained, mine):
 
 
 def resume(run: pathlib.Path, tiny_model: str, shapes: str, *more: str, steps: int, processes: int = 0):
-    flags = {"task": "first_digit", "loss_type": "reinforce", "model": tiny_model, "data": shapes, "output": run}
-    return run_script("grpo.py", *arguments(**flags, max_steps=steps, **SMALL), *more, processes=processes)
+    flags = SMALL | {"task": "first_digit", "loss_type": "reinforce", "model": tiny_model, "data": shapes}
+    return run_script("grpo.py", *arguments(**flags, output=run, max_steps=steps), *more, processes=processes)
 
 
 @pytest.mark.parametrize("processes", [*slow(0), 2])

@@ -14,6 +14,11 @@ import datasets
 import pytest
 from PIL import Image
 
+import data
+import evaluate
+import grpo
+import sft
+from apps import fits
 from apps.demo import real
 from common import hub
 from common.cli import parse
@@ -60,10 +65,23 @@ def test_with_data_the_recipe_is_not_used(monkeypatch, capsys):
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["--task=count"]])
-def test_a_task_without_public_data_says_what_to_give(arguments):
-    with pytest.raises(UserError, match=r"^--task count has no public data: give --data, such as a ZIP with main\.csv"):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--task=count"], r"^--task count has no public data: give --data, such as a ZIP with main\.csv"),
+        ([], "^no --data: give --data FILE, or --task vqa or --task math, which have public data"),
+    ],
+)
+def test_without_public_data_it_says_what_to_give(arguments, message):
+    with pytest.raises(UserError, match=message):
         with_recipe(arguments)
+
+
+def test_the_task_is_vqa_everywhere_unless_it_is_named():
+    """A question is not put under "Count the objects" without a word."""
+    flags = (grpo.Config(data="x"), evaluate.Config(model="m", data="x"), sft.Config(data="x"), fits.Config())
+    shown = data.ShowFlags(command="show", row=1, data="x")
+    assert {cfg.task for cfg in (*flags, shown)} == {"vqa"}
 
 
 def test_run_sh_trains_with_the_same_flags():
@@ -112,11 +130,11 @@ def test_the_users_command_trains_from_the_hubs_cache(tmp_path, tiny_model):
     datasets.Dataset.from_list(rows).to_parquet(parquet)
     model = hub_cache(tmp_path, "models", "Qwen/Qwen2.5-VL-3B-Instruct")
     shutil.copytree(tiny_model, model, dirs_exist_ok=True)
-    small = SMALL | {"prompts_per_update": 4, "max_steps": 1, "min_pixels": 3136, "max_pixels": 7056}
+    small = SMALL | {"task": "vqa", "prompts_per_update": 4, "max_steps": 1, "min_pixels": 3136, "max_pixels": 7056}
     flags = [f"--{name}={value}" for name, value in small.items()]
     environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     environment |= {"HF_HUB_CACHE": f"{tmp_path}/hub", "HF_DATASETS_CACHE": f"{tmp_path}/arrow"}
-    command = [sys.executable, "grpo.py", "--task", "vqa", *flags, f"--output={tmp_path}/run"]
+    command = [sys.executable, "grpo.py", *flags, f"--output={tmp_path}/run"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 1

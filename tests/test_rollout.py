@@ -522,7 +522,15 @@ def test_a_4_bit_policy_agrees_with_its_sampler(tiny_model, shapes, tmp_path):
     grpo.main(runs.config(tiny_model, shapes, tmp_path / "run", max_steps=2, **four_bit))
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert max(row["sampling/logp_difference_mean"] for row in rows) < 0.005
-    flags = dict(model=tiny_model, adapter=f"{tmp_path}/run/final", data=shapes, limit=2, max_completion_length=8, n=2)
+    flags = dict(
+        model=tiny_model,
+        adapter=f"{tmp_path}/run/final",
+        data=shapes,
+        task="count",
+        limit=2,
+        max_completion_length=8,
+        n=2,
+    )
     evaluate.main(evaluate.Config(**flags, load_in_4bit=True, temperature=1.0, output=f"{tmp_path}/eval"))
     assert len(read_jsonl(tmp_path / "eval" / "predictions.jsonl")) == 2
 
@@ -580,7 +588,9 @@ def test_an_own_engine_is_one_entry(tiny_model, shapes, tmp_path, monkeypatch, c
     grpo.main(runs.config(tiny_model, shapes, tmp_path / "auto", **flags))
     assert len(made) == 1 and shares == [0.0, 0.25]
     assert runs.metrics(tmp_path / "own") == runs.metrics(tmp_path / "auto")
-    evaluation = dict(model=tiny_model, data=shapes, limit=2, max_completion_length=4, output=f"{tmp_path}/evaluated")
+    evaluation = dict(
+        model=tiny_model, data=shapes, task="count", limit=2, max_completion_length=4, output=f"{tmp_path}/evaluated"
+    )
     evaluate.main(evaluate.Config(**evaluation, engine="remote"))
     assert made[1:] == [("remote", 2052, False)]
 

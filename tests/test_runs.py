@@ -93,7 +93,8 @@ def test_a_run_leaves_what_the_documents_say(run):
 
 
 def test_the_final_model_scores_as_the_trained_one_did(run, shapes):
-    cfg = evaluate.Config(model=str(run / "final"), data=shapes, output=str(run / "after"), max_completion_length=12)
+    flags = dict(model=str(run / "final"), data=shapes, task="count", max_completion_length=12)
+    cfg = evaluate.Config(**flags, output=str(run / "after"))
     evaluate.main(cfg)
     scores = json.loads((run / "after" / "scores.json").read_text())
     last = read_jsonl(run / "metrics.jsonl")[-1]

@@ -366,7 +366,9 @@ def test_faulty_tools_end_no_run(talker, shapes, tmp_path, monkeypatch, capsys):
 
 def flags_of(talker: str, shapes: str, output: pathlib.Path, env: str = "pictures", **more: object) -> list[str]:
     flags = dict(model=talker, data=shapes, output=output, plugin=PLUGIN, prompts_per_step=4, num_generations=4)
-    flags |= dict(report_every=0, learning_rate=1e-3, max_steps=3, save_every=1, eval_data=shapes, eval_every=3)
+    flags |= dict(
+        task="count", report_every=0, learning_rate=1e-3, max_steps=3, save_every=1, eval_data=shapes, eval_every=3
+    )
     return [f"--{name}={value}" for name, value in (flags | TURNS | {"env": env} | more).items()]
 
 
@@ -428,7 +430,7 @@ def test_an_evaluation_takes_turns_as_the_run_did(evaluated):
 
 
 def test_saved_predictions_keep_what_the_environment_gave(evaluated, tmp_path):
-    flags = dict(predictions=str(evaluated / "predictions.jsonl"), output=str(tmp_path / "again"))
+    flags = dict(predictions=str(evaluated / "predictions.jsonl"), task="count", output=str(tmp_path / "again"))
     evaluate.main(evaluate.Config(env="pictures", **flags))
     again, before = (read_jsonl(folder / "predictions.jsonl") for folder in (tmp_path / "again", evaluated))
     for column in ("rewards", "calls", "failed_calls"):
@@ -437,7 +439,7 @@ def test_saved_predictions_keep_what_the_environment_gave(evaluated, tmp_path):
         evaluate.main(evaluate.Config(env="nope", **flags))
     lines = [json.dumps({"prompt": "q", "answer": "3", "response": "3"}) + "\n"]
     (tmp_path / "old.jsonl").write_text("".join(lines))
-    flags = dict(predictions=str(tmp_path / "old.jsonl"), output=str(tmp_path / "old"))
+    flags = dict(predictions=str(tmp_path / "old.jsonl"), task="count", output=str(tmp_path / "old"))
     with pytest.raises(UserError, match="row 1: no 'env_rewards', which --env pictures gives when responses are sampl"):
         evaluate.main(evaluate.Config(env="pictures", **flags))
 

@@ -171,7 +171,7 @@ def test_rewards_rise_when_vllm_samples(tiny_model, shapes, tmp_path):
     flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--engine=vllm", "--train_vision"]
     flags += [f"--reward={tmp_path}/r.py:vowels", "--reward=count=0", "--max_steps=30", "--prompts_per_step=12"]
     flags += ["--num_generations=8", "--max_completion_length=24", "--learning_rate=2e-3", "--vllm_memory=0.1"]
-    process = run("grpo.py", *flags, "--no_compile", "--check_sync")
+    process = run("grpo.py", "--task=count", *flags, "--no_compile", "--check_sync")
     assert process.returncode == 0, process.stderr[-3000:]
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     rewards = [row["reward"] for row in rows]
@@ -191,7 +191,7 @@ def test_adapters_reach_vllm(tiny_model, shapes, tmp_path, four_bit):
         "--beta=0.01",
     ]
     flags += ["--learning_rate=1e-2", "--vllm_memory=0.1", "--check_sync", "--no_compile"]
-    process = run("grpo.py", *flags, *(["--load_in_4bit"] if four_bit else []))
+    process = run("grpo.py", "--task=count", *flags, *(["--load_in_4bit"] if four_bit else []))
     assert process.returncode == 0, process.stderr[-3000:]
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)
@@ -209,7 +209,7 @@ def test_vllm_loads_a_model_trained_from_a_base_of_transformers_5(transformers_5
         f"--lora_rank={lora_rank}",
     ]
     flags += ["--max_steps=1", "--prompts_per_step=4", "--num_generations=4", "--max_completion_length=16"]
-    process = run("grpo.py", *flags, "--engine=hf", "--no_compile")
+    process = run("grpo.py", "--task=count", *flags, "--engine=hf", "--no_compile")
     assert process.returncode == 0, process.stderr[-3000:]
     model = f"{tmp_path}/run/final"
     if lora_rank:
@@ -218,7 +218,7 @@ def test_vllm_loads_a_model_trained_from_a_base_of_transformers_5(transformers_5
         process = run("merge_lora.py", f"--base_model={transformers_5_base}", adapter, f"--output_path={model}")
         assert process.returncode == 0, process.stderr[-3000:]
     flags = [f"--model={model}", f"--data={shapes}", "--limit=4", f"--output={tmp_path}/eval", "--vllm_memory=0.1"]
-    process = run("evaluate.py", *flags, "--max_completion_length=16", "--engine=vllm")
+    process = run("evaluate.py", "--task=count", *flags, "--max_completion_length=16", "--engine=vllm")
     assert process.returncode == 0, process.stderr[-3000:]
     assert (tmp_path / "eval" / "scores.json").is_file()
 

@@ -269,6 +269,7 @@ def training_config(cfg: BenchFlags, data: str, **settings: Any) -> grpo.Config:
         data=data,
         output=str(folder / "run"),
         overwrite=True,
+        task="count",
         reward=("count=0", f"{HERE}/coin.py:coin"),
         prompts_per_step=cfg.prompts,
         num_generations=cfg.generations,

@@ -644,7 +644,7 @@ def test_a_task_is_scored_again_without_a_model(tmp_path):
     scores = json.loads((tmp_path / "o" / "scores.json").read_text())
     assert scores["exact_match"] == 0.25
     assert scores["reward"] == pytest.approx((1 + 0.85 + 0) / 3)
-    evaluate.main(Config(predictions=f"{tmp_path}/o/predictions.jsonl", output=f"{tmp_path}/rescored"))
+    evaluate.main(Config(predictions=f"{tmp_path}/o/predictions.jsonl", task="count", output=f"{tmp_path}/rescored"))
     assert json.loads((tmp_path / "rescored" / "scores.json").read_text())["exact_match"] == 0.25
 
 

@@ -75,6 +75,7 @@ def run_rank(output: str, rank: int, processes: int, port: int, **flags) -> None
         model=MODEL,
         data=DATA,
         output=output,
+        task="count",
         max_steps=STEPS,
         save_every=SAVE_EVERY,
         keep_last=2,

@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText
 import grpo
 from common.files import read_jsonl
 
-SMALL = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "report_every": 0}
+SMALL = {"task": "count", "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12, "report_every": 0}
 
 
 def config(model: str, data: str, output: pathlib.Path, **flags) -> grpo.Config:

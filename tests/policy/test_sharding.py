@@ -181,7 +181,7 @@ def test_metrics_are_sums_over_all_processes(results, processes):
 def flags(model: str, data: str, output: pathlib.Path, **more: object) -> list[str]:
     """Return the command line of a short run that has rewards to learn from by its second step."""
     short = {"prompts_per_step": 4, "num_generations": 8, "max_completion_length": 16, "learning_rate": 1e-3, "seed": 2}
-    values = {"model": model, "data": data, "output": output, "beta": 0.01} | short | more
+    values = {"model": model, "data": data, "task": "count", "output": output, "beta": 0.01} | short | more
     return ["grpo.py", *(f"--{name}={value}" for name, value in values.items())]
 
 

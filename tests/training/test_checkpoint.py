@@ -296,7 +296,7 @@ def test_sigterm_in_the_middle_of_a_step_gives_it_up(processes, tiny_model, shap
     """A signal during the micro-batches of a long step aborts the step. The resumed run repeats that step."""
     sizes = dict(prompts_per_step=12 if processes else 4, num_generations=8, micro_batch_tokens=60)
     flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--max_steps=2"]
-    flags += ["--max_completion_length=12", *(f"--{name}={value}" for name, value in sizes.items())]
+    flags += ["--task=count", "--max_completion_length=12", *(f"--{name}={value}" for name, value in sizes.items())]
     launcher = torchrun("--standalone", f"--nproc_per_node={processes}") if processes else []
     with Script(*launcher, "grpo.py", *flags) as script:
         while not read_jsonl(tmp_path / "run" / "metrics.jsonl"):
