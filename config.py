@@ -353,6 +353,8 @@ class GRPOFlags:
     """Initial policy and KL reference: a folder in Hugging Face layout or a hub name."""
     seed: int = 0
     """Seed for the data order and for sampling."""
+    eval_fraction: float = 0.0
+    """Hold out the rows of this fraction of the pictures in `data`, at random, in place of `eval_data`."""
 
     max_completion_length: int = 1024
     """Maximum completion length in tokens. A completion that reaches this length without a stop token is
@@ -496,6 +498,8 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
         self._check_partial_rollouts()
         buffer_fits = 0 <= self.overlong_buffer <= self.max_completion_length
         require(buffer_fits, "overlong_buffer must be between 0 and max_completion_length")
+        require(0 <= self.eval_fraction < 1, "eval_fraction must be at least 0 and below 1")
+        require(not (self.eval_fraction and self.eval_data), "eval_fraction replaces eval_data: give one of them")
         require(self.clip_low is None or 0 <= self.clip_low <= 1, "clip_low must be between 0 and 1")
         require(self.clip_high is None or self.clip_high >= 0, "clip_high must not be negative")
         require(self.beta or not self.unbiased_kl, "unbiased_kl needs beta above 0: there is no KL term without it")

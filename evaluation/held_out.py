@@ -161,4 +161,5 @@ def score_policy(
     predictions = judge_task(scorer, samples, outputs)
     scores = summarise(predictions, scorer.task, distributed.first_error(scorer.unscored_reason or None))
     engine.sleep()
-    return {f"eval/{name}": scores[name] for name in ("reward", "exact_match", "format_rate", "mean_length")}
+    names = ("reward", "exact_match", "format_rate", "mean_length")
+    return {f"eval/{name}": scores[name] for name in names} | {"eval/rows": len(samples)}

@@ -18,7 +18,7 @@ from inputs.images import check_image, decode_image, fit_image, fitted_size
 from tests.helpers.rows import make_sample
 from tests.helpers.scripts import VECTORS
 from training.prompt_stream import row_at
-from training.run import check_inputs
+from training.run import check_inputs, hold_out
 
 
 @pytest.mark.parametrize("case", [json.loads(line) for line in (VECTORS / "resize.jsonl").read_text().splitlines()])
@@ -381,6 +381,26 @@ def test_a_gold_answer_is_refused_only_by_a_reward_that_counts(folder, tiny_mode
         check_inputs(Config(**flags))
     assert len(check_inputs(Config(**flags, skip_bad_rows=True))[0].samples) == 1
     assert len(check_inputs(Config(**flags, reward=("vqa=0", "format")))[0].samples) == 2
+
+
+def test_rows_of_a_picture_are_held_out_together(folder, tiny_model, capsys):
+    """The held-out pictures depend on the seed alone. Without pictures, rows of the same text stay together."""
+    rows = [good(i, images=[f"{i // 2}.png"]) for i in range(10)]
+    for i in range(5):
+        Image.new("RGB", (56, 56), (i, 0, 0)).save(folder / f"{i}.png")
+    flags = {"task": "vqa", "model": tiny_model, "prompts_per_step": 1, "output": str(folder / "run")}
+    flags |= {"data": jsonl(folder, *rows), "eval_fraction": 0.4}
+    stream, held_out, *_ = check_inputs(Config(**flags))
+    assert "held out: 4 of 10 rows" in capsys.readouterr().err
+    pictures = [{sample.images[0].name for sample in each} for each in (stream.samples, held_out)]
+    assert (len(stream.samples), len(held_out), *map(len, pictures)) == (6, 4, 3, 2) and not set.intersection(*pictures)
+    assert [s.source for s in check_inputs(Config(**flags))[1]] == [s.source for s in held_out]
+    texts = [make_sample(f"how many {i // 2}?", "1", [], str(i)) for i in range(10)]
+    assert [len(part) for part in hold_out(texts, 0.4, seed=0)] == [6, 4]
+    with pytest.raises(ValueError, match="eval_fraction replaces eval_data"):
+        Config(**flags, eval_data="x.jsonl")
+    with pytest.raises(ValueError, match="eval_fraction must be at least 0 and below 1"):
+        Config(**flags | {"eval_fraction": 1.0})
 
 
 @pytest.mark.parametrize(("reward", "refused"), [((), True), (("vqa=0", "format"), False)])

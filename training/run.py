@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import pathlib
+import random
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -158,14 +159,24 @@ def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, Reque
     teacher = load_teacher_processor(cfg, processor, samples) if cfg.teacher else None
     if unused := [sample.source for sample in samples if sample.teacher_images and not teacher]:
         raise UserError(f"{unused[0]} has 'teacher_images', and there is no --teacher: add it, or remove the column")
+    samples, eval_samples = hold_out(samples, cfg.eval_fraction, cfg.seed) if cfg.eval_fraction else (samples, [])
     stream = PromptStream(samples, processor, cfg.seed, cfg.prompts_per_step, cfg.drop_last, teacher)
-    eval_samples = []
     if cfg.eval_data:
         eval_samples = load_split(cfg, cfg.eval_data, scorer.gold_task, processor, keep_duplicates=True)
     scorer.check_columns([*samples, *eval_samples])
     longest = cfg.max_prompt_length + cfg.max_completion_length
     images = max_images_seen([*samples, *eval_samples], processor)
     return stream, eval_samples, scorer, RequestLimits(longest, images)
+
+
+def hold_out(samples: list[Sample], fraction: float, seed: int) -> tuple[list[Sample], list[Sample]]:
+    """Return the rows to train on, and those of a random `fraction` of the pictures or, where there are none, texts."""
+    shown = [repr(sample.images or sample.texts) for sample in samples]
+    kinds = list(dict.fromkeys(shown))
+    chosen = set(random.Random(seed).sample(kinds, int(fraction * len(kinds))))
+    held_out = [sample for sample, kind in zip(samples, shown) if kind in chosen]
+    console.log(f"held out: {len(held_out)} of {len(samples)} rows")
+    return [sample for sample, kind in zip(samples, shown) if kind not in chosen], held_out
 
 
 def check_state(cfg: Config, stream: PromptStream, resume: ResumePlan) -> dict[str, Any]:

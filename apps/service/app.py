@@ -59,6 +59,7 @@ PAGE = ROOT / "apps" / "service" / "page"
 INSPECT_TIMEOUT = 120.0  # seconds to check a ZIP
 INSPECTORS = 2  # number of ZIPs and images that can be checked or decoded at the same time
 MAX_ERRORS = 20  # maximum number of invalid fields that a response lists
+MIN_IMAGES, MAX_HELD_OUT = 40, 64  # with so many images, a fifth of them is held out, but at most so many
 ANSWER_TIMEOUT = 600.0  # seconds for a trained model to answer a question
 TEMPERATURE_NOTE = (
     "the completions are sampled at temperature {:g}, because GRPO learns only from completions that differ; "
@@ -230,7 +231,9 @@ def train(request: Request, store: StoreDep, body: TrainRequest) -> Started:
     flags = training.model_dump(by_alias=True, exclude={"batch_size", "gradient_accumulation_steps"})
     flags |= lora.model_dump(by_alias=True)
     flags |= {"prompts_per_step": prompts, "max_completion_length": 64}
-    steps = math.ceil(training.num_epochs * file["usable_rows"] / prompts)
+    images = file["valid_images"]
+    flags["eval_fraction"] = min(0.2, MAX_HELD_OUT / images) if images >= MIN_IMAGES else 0.0
+    steps = math.ceil(training.num_epochs * file["usable_rows"] * (1 - flags["eval_fraction"]) / prompts)
     flags["max_megapixels"] = request.app.state.cfg.max_megapixels
     settings = {"flags": flags, "request": body.model_dump()}
     job, is_resumed = store.add_or_resume(body.job_name, body.data_file_id, model, settings, steps)

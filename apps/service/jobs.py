@@ -446,14 +446,19 @@ class Store:
         return TRACEBACK.sub("", text)
 
     def progress(self, job: Job) -> dict[str, Any]:
-        """Return the step, the finished percentage, and the newest loss, reward and numbers of answers."""
+        """Return the step, the finished percentage, the newest loss, reward and numbers of answers, and the scores."""
         last, _ = self._read(job, "metrics.jsonl", newest=True)
         step = last.get("step", 0)
         progress = round(100 * min(step / job.total_steps, 1.0), 1) if job.total_steps else 0.0
         answers = int(last.get("groups_drawn") or 0) * job.settings.get("flags", {}).get("num_generations", 0)
         right = round((last.get("frac_reward_full") or 0.0) * answers)
         newest = {"loss": last.get("loss"), "reward": last.get("reward"), "answers": answers, "right_answers": right}
-        return {"current_step": step, "progress": progress} | newest
+        scores: dict[str, Any] = {"held_out_rows": 0, "score_before": None, "score_after": None}
+        with contextlib.suppress(OSError), (self.run_folder(job.job_id) / "metrics.jsonl").open("rb") as file:
+            for first in parse_jsonl([(1, file.readline())], VALID_ROWS["metrics.jsonl"])[0]:
+                scores |= {"held_out_rows": first.get("eval/rows") or 0, "score_before": first.get("eval/reward")}
+        scores["score_after"] = last.get("eval/reward") if step else None
+        return {"current_step": step, "progress": progress} | newest | scores
 
     def damage(self, job: Job, names: Iterable[str] = RUN_FILES, newest: bool = False) -> str | None:
         """Return which files of the job's run are damaged, and where, or None. `newest`: see `_read`."""

@@ -83,6 +83,10 @@ class JobInfo(BaseModel):
     """How many answers the newest step has sampled; its `reward` is their mean score."""
     right_answers: int
     """How many of these have the full score."""
+    held_out_rows: int = 0
+    """How many rows are not trained on. The next two are the mean scores of the answers to them."""
+    score_before: float | None = None
+    score_after: float | None = None
     created_at: str
     """Time in UTC, without an offset, such as 2025-01-20T10:30:00."""
     error_message: str | None

@@ -32,16 +32,16 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy
 import pytest
 import requests
-from fastapi import HTTPException
+from fastapi import FastAPI, HTTPException
 from safetensors.numpy import load_file, save_file
 from starlette.requests import Request
 
 import grpo
 from apps.demo import tiny
-from apps.service.app import Config, check_address, find_model, job_info, pack_result, read_token
+from apps.service.app import Config, check_address, find_model, job_info, pack_result, read_token, train
 from apps.service.jobs import Job, Store, used_bytes
 from apps.service.middleware import AccessMiddleware, OncePerSecond
-from apps.service.schema import LoraConfig, TrainingConfig
+from apps.service.schema import LoraConfig, TrainingConfig, TrainRequest
 from common.errors import UserError
 from common.files import release_locks
 from tests.helpers.marks import slow
@@ -759,7 +759,8 @@ def test_finished_jobs_cost_little(tmp_path):
     path = store.run_folder(job.job_id) / "metrics.jsonl"
     path.write_text('{"step": 1, "reward": 0.5, "loss": NaN}\n')
     progress = {"current_step": 1, "progress": 25.0, "loss": None, "reward": 0.5}
-    assert store.progress(job) == progress | {"answers": 0, "right_answers": 0}
+    scores = {"held_out_rows": 0, "score_before": None, "score_after": None}
+    assert store.progress(job) == progress | {"answers": 0, "right_answers": 0} | scores
     mtime = path.stat().st_mtime_ns
     path.write_text('{"step": 2, "reward": 0.75, "loss": 1.0}\n')
     os.utime(path, ns=(mtime, mtime))
@@ -846,6 +847,40 @@ def test_a_job_counts_the_answers_of_its_newest_step(tmp_path):
         os.utime(path, ns=(len(row), len(row)))
         info = job_info(store, job)
         assert (info.right_answers, info.answers) == counts
+
+
+@pytest.mark.parametrize(("pictures", "fraction", "steps"), [(39, 0.0, 5), (40, 0.2, 4), (640, 0.1, 72)])
+def test_a_job_holds_out_rows_if_there_are_enough(tmp_path, pictures, fraction, steps):
+    """A fifth of at least 40 pictures, and at most 64 of them."""
+    store, app = Store(str(tmp_path / "service")), FastAPI()
+    app.state.cfg = Config(model="owner/model")
+    (tmp_path / "f.zip").touch()
+    contents = {"rows": pictures, "images": pictures, "usable": pictures, "problems": []}
+    file = store.add_file(tmp_path / "f.zip", "f.zip", contents)
+    body = TrainRequest(
+        job_name="j", data_file_id=file["file_id"], training_config=TrainingConfig(**QUICK | {"batch_size": 4})
+    )
+    assert train(Request({"type": "http", "app": app}), store, body).message == f"queued: {steps} steps"
+    (job,) = store.jobs()
+    assert f"--eval_fraction={fraction}" in store._flags(job)
+
+
+def test_a_job_says_its_scores_before_and_after_on_the_held_out_rows(tmp_path):
+    store, job = ended_job(tmp_path)
+    path = store.run_folder(job.job_id) / "metrics.jsonl"
+    before, step = {"step": 0, "eval/reward": 0.25, "eval/rows": 8}, {"step": 1, "reward": 1.0}
+    for number, (rows, expected) in enumerate(
+        (
+            ([], (0, None, None)),
+            ([before], (8, 0.25, None)),
+            ([before, step], (8, 0.25, None)),
+            ([before, step, {"step": 2, "reward": 1.0, "eval/reward": 0.5}], (8, 0.25, 0.5)),
+        )
+    ):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        os.utime(path, ns=(number, number))
+        info = job_info(store, job)
+        assert (info.held_out_rows, info.score_before, info.score_after) == expected
 
 
 def test_jobs_of_an_earlier_version_stay_reachable(tmp_path):
@@ -1571,7 +1606,8 @@ def test_the_page_shows_a_long_job_at_once(shared, browser, tmp_path):
     group |= {"images": ["data:,"], "completions": [{"text": "3", "reward": 1.0, "advantage": 0.0}]}
     (tmp_path / "completions.jsonl").write_text(json.dumps(group) + "\n")
     write_page(tmp_path)
-    job = fake_job("a", "completed", 20_000, answers=16, right_answers=3)
+    scores = {"held_out_rows": 8, "score_before": 0.25, "score_after": 0.5}
+    job = fake_job("a", "completed", 20_000, answers=16, right_answers=3, **scores)
     fake_responses(page, [job], [*rows, *rows[10_000:]], (tmp_path / "completions.html").read_text())
     page.goto(shared.url)
     wait_for(lambda: page.evaluate("document.querySelector('#reward').dataset.points == 20000"), 2)
@@ -1580,6 +1616,7 @@ def test_the_page_shows_a_long_job_at_once(shared, browser, tmp_path):
     page.click("text=For experts")
     facts = page.inner_text("#facts")
     assert "-0" not in facts and "5.6 hours" in facts and "0.00 · 3 of 16 exactly right" in facts
+    assert "Score on 8 rows held out" in facts and "0.25 → 0.50" in facts
     wait_for(lambda: page.evaluate("document.querySelector('#loss').childElementCount"), 5)
     borders, curves = page.evaluate(SEEN)
     assert len(borders) > 20 and len(curves) == 4

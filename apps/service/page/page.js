@@ -325,7 +325,11 @@ function progressText(each) {
 function paintJob() {
   const number = (value) => (value == null ? "–" : value.toFixed(2).replace(/^-(0\.0+)$/, "$1"));
   const right = job.answers ? ` · ${job.right_answers} of ${job.answers} exactly right` : "";
-  const facts = [["Score", number(job.reward) + right], ["Progress", progressText(job)], ["Time", timeText()]];
+  const heldOut = job.held_out_rows && `${number(job.score_before)} → ${number(job.score_after)}`;
+  const scores = heldOut
+    ? [[`Score on ${job.held_out_rows} rows held out`, heldOut], ["Newest step", number(job.reward) + right]]
+    : [["Score of the newest step", number(job.reward) + right]];
+  const facts = [...scores, ["Progress", progressText(job)], ["Time", timeText()]];
   const fact = ([name, text]) => makeElement("div", "", "", makeElement("dt", name), makeElement("dd", text));
   $("name").textContent = job.job_name;
   Object.assign($("status"), { textContent: statusText(job), className: `status ${phase(job)}` });
