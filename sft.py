@@ -12,13 +12,14 @@ instead of sampled, with an advantage of 1. `grpo.batch_loss` computes it with t
 """
 
 from common import cli
-from config import DataFlags, PolicyFlags, RunFlags, SFTFlags, check_values
+from config import DataFlags, PolicyFlags, RewardFlags, RunFlags, SFTFlags, check_values
 
 if __name__ == "__main__":  # before the slow import of torch
     cli.launch("sft")
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -27,8 +28,9 @@ from torch import Tensor
 import grpo
 from common import console, distributed, signals
 from common.errors import UserError, require
-from common.records import Completion, Group, Prompt, RequestLimits, Sample
+from common.records import Completion, Group, Prompt, RequestLimits, Rollout, Sample
 from data import Processor, encode_prompts, encode_response, load_split, max_images, processor_for, summarise
+from evaluation.scorer import Scorer
 from packing import PackedBatch
 from policy.batches import completion_logprobs
 from policy.model import Policy, cache_image_features
@@ -38,6 +40,7 @@ from training.loop import Run
 from training.prompt_stream import PromptStream
 from training.run import start
 
+ASKED = 8  # answers whose reward is asked
 ROWS_AT_ONCE = 256  # held-out rows whose images are in memory together
 NOT_OF_SFT = ("clip_ratio", "importance_capped", "kl", "entropy")  # and sampling/…: there is no sampler to compare with
 
@@ -170,9 +173,21 @@ def load_answers(cfg: Config, data: str, processor: Processor) -> list[Sample]:
     if problems:
         console.log(f"skipped: {summarise(problems, f'of {len(rows)} answers')}")
     responses = [response for sample in samples.values() for response in sample.responses]
-    if not (cfg.template or any(map(get_task(cfg.task).format, responses))):
-        console.log(f"no answer has the format that --task {cfg.task} rewards: see docs/sft.md")
+    has_format = cfg.template or any(map(get_task(cfg.task).format, responses))
+    if console.is_main() and not has_format and earns_nothing(cfg.task, [*samples.values()]):
+        example = f"such as {responses[0][:40]!r}"
+        console.log(f"the reward of --task {cfg.task} gives nothing for the answers, {example}: see docs/sft.md")
     return list(samples.values())
+
+
+def earns_nothing(task: str, samples: list[Sample]) -> bool:
+    """Return whether the reward of `task` gives none of a few answers, which lack its `format`, more than 0."""
+    if task == "math":  # its reward is -1 without the format; do not start a verifier for that
+        return True
+    few = samples[:: math.ceil(len(samples) / ASKED)]
+    answers = [[Rollout(torch.zeros(0), torch.zeros(0), text=sample.responses[0])] for sample in few]
+    rewards, _ = Scorer(task, RewardFlags())(few, answers)
+    return all(each.total <= 0 for (each,) in rewards)  # NaN if the reward has failed, which does not say so
 
 
 def held_out_loss(run: Run, samples: list[Sample]) -> dict[str, float]:

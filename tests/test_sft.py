@@ -1,6 +1,7 @@
 """Supervised fine-tuning: the loss of transformers, resumed runs, adapters that GRPO takes, and rows it refuses."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import tokenizers
@@ -12,6 +13,7 @@ from transformers import AutoModelForImageTextToText
 import data
 import grpo
 import sft
+from common import plugins
 from common.distributed import local_tensor
 from common.errors import UserError
 from common.files import read_jsonl
@@ -19,6 +21,7 @@ from common.records import Sampling
 from data import encode_prompt, encode_response, load_processor, load_samples
 from policy.batches import micro_batches
 from policy.model import load_config, load_model, stop_tokens
+from rewards import TASKS, Task, vqa_reward
 from sampling.hf_engine import HFEngine
 from tests.helpers.models import end_with, save_tiny
 from tests.helpers.rows import make_sample
@@ -228,3 +231,20 @@ def test_an_answer_has_the_tokens_that_it_has_in_the_chat(tmp_path):
     processor = load_processor(folder, "vqa")
     ids = encode_response(make_sample("How many?", "3", [], "row 1"), "3", processor)
     assert processor.tokenizer.convert_ids_to_tokens(ids) == ["3", "</s>"]
+
+
+def test_answers_for_which_the_reward_gives_nothing_are_told(tiny_model, shapes, tmp_path, monkeypatch, capsys):
+    """The reward is asked: one of a plugin, with the default format, may give bare answers full marks."""
+    row = {"prompt": "How much is 1 + 2?", "answer": "3", "images": []}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "mine.py").write_text("def same(completion, answer, **_):\n    return float(completion == answer)\n")
+    for name in ("_modules", "_digests"):
+        monkeypatch.setattr(plugins, name, {})
+    same = plugins.import_file(str(tmp_path / "mine.py")).same
+    for name, reward in (("same", same), ("never", vqa_reward)):
+        monkeypatch.setitem(TASKS, name, Task(reward, template="{{ content }}"))
+    expected = "the reward of --task {} gives nothing for the answers, such as '3': see docs/sft.md"
+    for task, is_told in (("same", False), ("count", False), ("never", True), ("vqa", True), ("math", True)):
+        cfg = replace(sft_config(tiny_model, tmp_path / "rows.jsonl", tmp_path), task=task)
+        sft.load_answers(cfg, cfg.data, data.processor_for(cfg))
+        assert (expected.format(task) in capsys.readouterr().err) == is_told, task
