@@ -21,7 +21,7 @@ import torch
 
 from common import cli, console, distributed, plugins
 from common.errors import RunStopped, UserError, require
-from common.files import atomic_write, json_lines, lock_file, release_locks
+from common.files import atomic_write, json_lines, lock_file, read_jsonl, release_locks
 from common.records import TAG, RequestLimits, Sample, Turn
 from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags, check_values
 from data import Processor, load_split, processor_for
@@ -384,7 +384,9 @@ def write_results(
         baseline_scores = {"model": cfg.baseline} | baseline_scores
         comparison = {"baseline": baseline_scores, "paired": score_difference(cfg.benchmark, scored)}
         _write_predictions(folder / "baseline", baseline_scores, baseline_predictions)
-    _write_predictions(folder, scores | comparison, predictions)
+    run = read_jsonl(folder.parent / "metrics.jsonl")  # if the folder is in that of a run
+    step = {"step": run[-1]["step"]} if run else {}
+    _write_predictions(folder, scores | comparison | step, predictions)
     if (folder / "baseline").is_dir():  # then the page is that of a comparison, which may be an earlier one
         (folder / "completions.html").unlink(missing_ok=True)
     draw_scores(folder, scores, comparison.get("baseline"))
@@ -394,7 +396,7 @@ def write_results(
         lost, won = write_differences(folder, scores, scored, {sample.source: sample for sample in samples})
         print(f"right before, wrong after: {lost}; wrong before, right after: {won}; see {folder}/completions.html")
     print(f"{folder}/scores.json, {folder}/scores.png")
-    if (folder.parent / "metrics.jsonl").is_file():  # the folder of a run, whose page then shows these scores
+    if run:  # whose page then shows these scores
         write_index(folder.parent)
         print(f"{folder.parent}/index.html")
 

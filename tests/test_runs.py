@@ -101,7 +101,7 @@ def test_the_final_model_scores_as_the_trained_one_did(run, shapes):
     for name in ("reward", "exact_match", "mean_length", "format_rate"):
         assert scores[name] == last[f"eval/{name}"]
     predictions = read_jsonl(run / "after" / "predictions.jsonl")
-    assert len(predictions) == scores["n"] == 12
+    assert len(predictions) == scores["n"] == last["eval/rows"] == 12 and scores["step"] == last["step"]
     assert 'href="after"' in (run / "index.html").read_text(), "the page of the run shows the evaluation"
 
 

@@ -11,6 +11,7 @@ MOST = 0.5  # of the completions
 NEAR_ZERO = 0.005  # nats per token; a tenth of the demo's, whose format fixes nearly every token
 FEW_CALLS = 0.05  # of the completions with an environment; a model that learns to call begins with more
 COLLAPSED, GROWN = 1 / 3, 2  # length relative to the first steps; healthy answers may become half as long
+NO_LOSS = 0.01  # nats per token; twice a held-out loss that is smaller is still a good one
 NEARLY_ALL = 0.95  # of the held-out rows; above, no higher exact match can be expected
 
 WARNINGS = {
@@ -18,8 +19,8 @@ WARNINGS = {
     "format is wrong, completions are cut off, or all rows are too hard or too easy. The first completion: {example}",
     "format": "no completion has the format that the task asks for: start from a model that follows instructions, show "
     "the format in --template, or give it a --reward; if it was there before, lower --learning_rate",
-    "cut off": "most completions are cut off before their answer: raise --max_completion_length (with --env, also "
-    "--max_turns or --max_prompt_length)",
+    "cut off": "most completions are cut off: raise --max_completion_length (with --env, also --max_turns or "
+    "--max_prompt_length); if they ended before, lower --learning_rate",
     "length": "completions have gone from {before:.0f} to {now:.0f} tokens: look whether the scores gain by it, too",
     "entropy": "the entropy is near zero, so that completions hardly differ: if the scores are not good enough yet, "
     "start again with a lower --learning_rate or a higher --temperature",
@@ -28,6 +29,8 @@ WARNINGS = {
     "failed calls": "every call of the environment has failed for {recent} steps; completions.html shows why",
     "reward": "the reward has stayed below half of its first steps' for {fallen} steps: the rate is too high. Start "
     "again with a lower --learning_rate (a half, a fifth), more --prompts_per_step, or --warmup 10",
+    "held-out": "the held-out score has fallen to half of its best, or the held-out loss has doubled: start again with "
+    "a lower --learning_rate (a third, a tenth) or, if the reward or the loss of the steps is good, with fewer steps",
     "memory": "GPU memory is full: in each step, PyTorch empties its cache, which takes long; a smaller "
     "--micro_batch_tokens, --offload_reference or --offload_optimizer helps",
     "exact match": "the reward rises, but the held-out exact match does not: what else does the reward pay for?",
@@ -38,29 +41,39 @@ def problems(history: list[dict[str, Any]], example: str = "see completions.html
     """Return those of `WARNINGS` that hold after `history`, the rows of metrics.jsonl; `example` is a completion."""
     steps = [row for row in history if row.get("reward") is not None]
     first, recent, later = steps[:FIRST], steps[-RECENT:], steps[FIRST:]
-    if len(steps) < RECENT:
-        return {}
 
     def always(name: str, low: float, high: float) -> bool:
         values = [row.get(name) for row in recent]
-        return None not in values and low <= min(values) and max(values) <= high
+        return len(values) == RECENT and None not in values and low <= min(values) and max(values) <= high
 
-    before, now = (fmean(row.get("completions/mean_length") or math.nan for row in rows) for rows in (first, recent))
+    def measured(name: str, rows: list[dict[str, Any]]) -> list[float]:
+        return [row[name] for row in rows if row.get(name) is not None]
+
+    before, now = (fmean(measured("completions/mean_length", rows) or [math.nan]) for rows in (first, recent))
     rewards = [row["reward"] for row in first]
-    half, falls = fmean(rewards) / 2, len(later) >= FALLEN
+    half, falls = fmean(rewards or [0]) / 2, len(later) >= FALLEN
     rises = len(later) >= FIRST and all(row["reward"] > max(rewards) for row in later[-FIRST:])
-    scores = [row["eval/exact_match"] for row in history if row.get("eval/exact_match") is not None]
+    evaluated = [row for row in history if row.get("eval/exact_match", row.get("eval/loss")) is not None]
+    exact = measured("eval/exact_match", evaluated)
+    scores = exact if any(exact) else measured("eval/reward", evaluated)  # no answer may ever get a full reward
+    scores = scores or [1 / max(loss, NO_LOSS) for loss in measured("eval/loss", evaluated)] or [0]  # of sft.py
+    no_signal = always("frac_reward_zero_std", 1, 1)
+    # Of an unknown format, answers may be whole if they were cut off from the start and their rewards differ.
+    always_cut_off = fmean(measured("completions/clipped_ratio", first) or [0]) >= MOST
+    unknown = recent and recent[-1].get("completions/format_rate") is None and (no_signal or not always_cut_off)
     holds = {
-        "signal": always("frac_reward_zero_std", 1, 1) and "teacher_kl" not in recent[-1],
+        "signal": no_signal and "teacher_kl" not in recent[-1],
         "format": always("completions/format_rate", 0, 0),
-        "cut off": always("completions/clipped_ratio", MOST, 1) and always("completions/format_rate", 0, MOST),
+        "cut off": always("completions/clipped_ratio", MOST, 1)
+        and (unknown or always("completions/format_rate", 0, MOST)),
         "length": len(later) >= RECENT and (now < COLLAPSED * before or now > GROWN * before),
         "entropy": always("entropy", 0, NEAR_ZERO),
         "calls": always("turns/with_call", 0, FEW_CALLS),
         "failed calls": always("turns/calls_failed", 1, 1),
         "reward": falls and all(row["reward"] < half for row in later[-FALLEN:]) and half > 0,
+        "held-out": 0 < max(scores) >= 2 * scores[-1],
         "memory": always("memory_flushes", 1, math.inf),
-        "exact match": rises and len(scores) >= 3 and max(scores[1:]) <= scores[0] < NEARLY_ALL,
+        "exact match": rises and len(exact) >= 3 and max(exact[1:]) <= exact[0] < NEARLY_ALL,
     }
     values = {"recent": RECENT, "fallen": FALLEN, "before": before, "now": now, "example": example}
     return {name: line.format(**values) for name, line in WARNINGS.items() if holds[name]}

@@ -92,14 +92,13 @@ class Loop:
             self.eval_due = bool(due and self.eval_samples)
             self._finish_step(run, metrics)
         self.save(run, wait=True)  # before the export, so that the run is not lost if the export fails
-        if waiting := run.collector.num_waiting:
+        if (waiting := run.collector.num_waiting) and not self.checkpoints.save_failed:
             console.log(
                 f"prompts drawn and not trained on: {waiting}; the last checkpoint has them, and --resume with "
                 "a higher --max_steps continues them"
             )
         self.checkpoints.export_final(run.policy, run.cfg.model)
-        run.log.refresh()
-        console.log(closing_lines(run.cfg))
+        console.log(closing_lines(run.cfg, self.checkpoints.newest is not None))
 
     def _step_or_undo(self, run: Run, train_step: TrainStep) -> dict[str, float]:
         """Take a step and return its metrics. If it fails before its first update, undo it and save the run."""
@@ -168,7 +167,6 @@ class Loop:
 
     def _end(self, run: Run) -> None:
         """Raise RunStopped to end a run that was asked to stop and has saved a checkpoint."""
-        run.log.refresh()
         status = 1 if self.checkpoints.save_failed else 130
         raise RunStopped(f"stopped after step {run.step}; {self.checkpoints.resume_hint()}", status)
 
@@ -179,13 +177,14 @@ def score_completions(run: Run, samples: list[Sample]) -> dict[str, float]:
     return score_policy(run.policy, owner.engine, owner.stream.processor, samples, owner.scorer, max_tokens)
 
 
-def closing_lines(cfg: Config) -> str:
+def closing_lines(cfg: Config, has_checkpoint: bool) -> str:
     """Return where a finished run has its model, page and metrics, and the commands that go on from there."""
     run, base, model = map(shlex.quote, (cfg.output, cfg.model, f"{cfg.output}/final"))
     lines = [f"model     {model}", f"metrics   {run}/metrics.jsonl"]
     lines += [f"page      {run}/index.html, with its pictures"] if cfg.report_every else []
     lines.append(f"evaluate  ./run.sh eval {run}" + ("" if cfg.eval_data else " --data FILE"))
-    lines.append(f"resume    the same command, with --resume --{'max_steps' if cfg.max_steps else 'epochs'} HIGHER")
+    if has_checkpoint:
+        lines.append(f"resume    the same command, with --resume --{'max_steps' if cfg.max_steps else 'epochs'} HIGHER")
     if cfg.has_adapter:
         flags = f"--base_model {base} --lora_model {model} --output_path {run}/merged"
         lines.append(f"merge     python merge_lora.py {flags}")

@@ -15,7 +15,7 @@ from numbers import Real
 from common import cli
 from common.errors import UserError
 from common.figures import save_figure, save_page
-from common.files import read_jsonl
+from common.files import parse_jsonl, read_jsonl
 from training.diagnosis import all_problems
 
 GROUPS_ON_PAGE = 60  # number of groups on the page; older ones are left out
@@ -56,10 +56,22 @@ class Config:
     """Folder of the run."""
 
 
+def shows_reward(rows: list[dict]) -> bool:
+    """Return whether the reward says something about a run: not beside a teacher, if it has been 0 in all `rows`."""
+    return any(row.get("reward") for row in rows) or not any("teacher_kl" in row for row in rows)
+
+
+def running_mean(values: list[float]) -> list[float]:
+    """Return the exponential mean after each of `values`, without a bias towards the first (as in Adam)."""
+    totals = itertools.accumulate(values, lambda total, value: 0.85 * total + 0.15 * value, initial=0.0)
+    return [total / (1 - 0.85**n) for n, total in enumerate(totals) if n]
+
+
 def draw_curves(folder: pathlib.Path) -> None:
     """Draw `curves.png`: reward, held-out exact match, completion length and KL at each step.
 
-    Without a KL term, the fourth panel shows the difference between the log-probabilities of trainer and sampler.
+    With a teacher, the KL is that to the teacher; if there is no reward, it takes its place. Without any KL, the fourth
+    panel shows the difference between the log-probabilities of trainer and sampler.
     """
     rows = read_jsonl(folder / "metrics.jsonl", is_metrics)
     if not rows:
@@ -77,6 +89,8 @@ def draw_curves(folder: pathlib.Path) -> None:
         panels += [("grad_norm", "gradient norm", ""), ("lr", "learning rate", "")]
     if any(row.get("kl") for row in rows):
         panels[3] = ("kl", "KL to the starting model (k3)", "nats per token")
+    if any("teacher_kl" in row for row in rows):
+        panels[3 if shows_reward(rows) else 0] = ("teacher_kl", "KL to the teacher", "nats per token")
     figure, axes = plt.subplots(2, 2, figsize=(11, 7))
     figure.subplots_adjust(left=0.07, right=0.98, bottom=0.08, top=0.95, wspace=0.2, hspace=0.3)
     for axis, (name, title, unit) in zip(axes.flat, panels):
@@ -86,13 +100,12 @@ def draw_curves(folder: pathlib.Path) -> None:
         axis.grid(alpha=0.3)
         if not measured:
             axis.text(0.5, 0.5, "not measured yet", ha="center", va="center", transform=axis.transAxes)
-        elif name == "eval/exact_match":
-            axis.plot(steps, values, "o-", color="#0b7a75")
-            axis.set_ylim(-0.02, 1.02)
+        elif name.startswith("eval/") or name == "lr":
+            axis.plot(steps, values, "o-" if name != "lr" else "-", color="#0b7a75")
+            axis.set_ylim((-0.02, 1.02) if name == "eval/exact_match" else (0, None))
         else:
-            average = itertools.accumulate(values, lambda running, value: running + 0.15 * (value - running))
             axis.plot(steps, values, color="#d1495b", alpha=0.35, linewidth=1, label="step")
-            axis.plot(steps, list(average), color="#d1495b", linewidth=2, label="running mean")
+            axis.plot(steps, running_mean(values), color="#d1495b", linewidth=2, label="running mean")
             axis.legend()
     save_figure(figure, folder / "curves.png")
 
@@ -120,17 +133,35 @@ def write_page(folder: pathlib.Path) -> None:
 
 
 def write_index(folder: pathlib.Path) -> None:
-    """Write `index.html`: the warnings about a run, its pictures, and links to what else is in its folder."""
-    evaluations = sorted(path.parent.name for path in folder.glob("*/scores.json"))
-    files = ["completions.html", "metrics.jsonl", "config.json", "final", *evaluations, "curves.png"]
-    files += [f"{name}/scores.png" for name in evaluations]
+    """Write `index.html`: what a run is and has reached, its warnings, its pictures, and links to what else there is.
+
+    Scores of an earlier step than the newest, as after a resume, have that step beside them.
+    """
+    rows, config = read_jsonl(folder / "metrics.jsonl", is_metrics), _read_object(folder / "config.json")
+    newest = rows[-1]["step"] if rows else 0
+    facts = {name: config.get(name) for name in ("model", "task", "data")}
+    facts["steps"] = f"{newest} of {config.get('total_steps', '?')}"
+    for name in ("exact_match", "loss"):
+        scores = [(row[f"eval/{name}"], row["step"]) for row in rows if row.get(f"eval/{name}") is not None]
+        ends = dict.fromkeys(f"{score:.3f} (step {step})" for score, step in scores[:1] + scores[-1:])
+        facts[f"held-out {name}"] = " → ".join(ends)  # before and after
+    evaluations = {path.parent.name: _read_object(path).get("step", newest) for path in folder.glob("*/scores.json")}
+    files = ["completions.html", "metrics.jsonl", "config.json", "final", *sorted(evaluations), "curves.png"]
+    files += [f"{name}/scores.png" for name in sorted(evaluations)]
     save_page(
         folder / "index.html",
         "index.html.j2",
         title=f"Run {folder.resolve().name}",
-        warnings=all_problems(read_jsonl(folder / "metrics.jsonl", is_metrics)).values(),
+        facts=facts,
+        warnings=all_problems(rows).values(),
         files=[name for name in files if (folder / name).exists()],
+        older={name: step for name, step in evaluations.items() if step != newest},
     )
+
+
+def _read_object(path: pathlib.Path) -> dict:
+    """Return the object in a JSON file, or {} if there is none."""
+    return next(iter(parse_jsonl([(1, path.read_bytes())], bool)[0]), {}) if path.is_file() else {}
 
 
 def main(cfg: Config) -> None:

@@ -31,7 +31,7 @@ from common.records import ScoredGroup, Trajectory
 from common.spans import of_completions
 from training import trackers
 from training.diagnosis import all_problems, problems
-from training.report import VALID_ROWS, draw_curves, is_metrics, write_index, write_page
+from training.report import VALID_ROWS, draw_curves, is_metrics, shows_reward, write_index, write_page
 from training.run_folder import checkpoints_by_step
 
 SHARE_WAIT = 10.0  # seconds; a shared file system may show a new file late
@@ -62,6 +62,7 @@ class RunLog:
         self.started, self.steps = time.monotonic(), 0  # when this process began to train, and its finished steps
         self.failure_reported = False  # whether a failed write has been reported
         self.example = ""  # a completion of the step
+        self.newest: tuple[int, list] = (0, [])  # the newest step and its groups, until they are logged
         if not console.is_main():
             return
         launch = {"world_size": distributed.world_size(), "command": shlex.join(sys.argv), "git_commit": git_commit()}
@@ -116,21 +117,20 @@ class RunLog:
     def print_step(self, step: int, steps_left: int, metrics: dict[str, float]) -> None:
         """Print one line, of at most 80 characters, for a step or for the evaluation before the first step.
 
-        `signal` is the share of groups whose rewards differ. The exact match on held-out rows or, if not measured, the
-        time left, from the mean time of this process's steps and evaluations, ends the line. New warnings follow.
+        `signal` is the share of groups whose rewards differ. With a teacher, its KL stands there instead, and the
+        reward only if one counts. The exact match on held-out rows or, if not measured, the time left, from the mean
+        time of this process's steps and evaluations, ends the line. New warnings follow.
         """
-        if not metrics:
+        if not metrics or not console.is_main():
             return
         columns = [f"step {step}/{step + steps_left}"]
         if "step_time" in metrics:
             self.steps += 1
             if "reward" in metrics:
+                columns += [f"reward {metrics['reward']:.3f}"] if shows_reward(self.history) else []
                 signal = f"signal {1 - metrics['frac_reward_zero_std']:.0%}"
-                columns += [
-                    f"reward {metrics['reward']:.3f}",
-                    signal,
-                    f"{metrics['completions/mean_length']:.0f} tokens",
-                ]
+                columns.append(f"teacher_kl {metrics['teacher_kl']:.3f}" if "teacher_kl" in metrics else signal)
+                columns.append(f"{metrics['completions/mean_length']:.0f} tokens")
             else:
                 columns.append(f"loss {metrics['loss']:.3g}")
             columns.append(f"{metrics['step_time']:.1f} s")
@@ -142,24 +142,34 @@ class RunLog:
             seconds_left = (time.monotonic() - self.started) / self.steps * steps_left
             columns.append(f"{tqdm.format_interval(seconds_left)} left")
         console.log("  ".join(columns))
-        for name, line in problems(self.history, self.example).items() if console.is_main() else ():
+        for name, line in problems(self.history, self.example).items():
             if name not in self.warned:
                 console.log(f"warning: {line}")
             self.warned.add(name)
 
     def completions(self, step: int, groups: list[ScoredGroup], advantages: Tensor) -> None:
-        """Log some groups of the main process and write the page, at step 1 and every `every` steps.
+        """Log some groups of the main process and write the page: at step 1, every `every` steps and at the end.
 
         Rows that were logged before come first: the page shows how their completions change.
         `advantages`, (P, G) or (P, G, L), are those of all groups of the step.
         """
         self.example = next((repr(rollout.text[:80]) for group in groups for rollout in group.rollouts), "none")
-        if not console.is_main() or not self.every or (step % self.every and step != 1):
+        if not console.is_main() or not self.every:
+            return
+        chosen = sorted(groups, key=lambda group: group.sample.source not in self.shown)[:GROUPS_PER_REPORT]
+        self.newest = step, [(group, of_completions(group, advantages)) for group in chosen]
+        if step % self.every == 0 or step == 1:
+            self._log_newest()
+
+    def _log_newest(self) -> None:
+        """Log the chosen groups of the newest step, unless they are logged already, and write the page."""
+        (step, chosen), self.newest = self.newest, (0, [])
+        if not chosen:
             return
         rows = []
-        for group in sorted(groups, key=lambda group: group.sample.source not in self.shown)[:GROUPS_PER_REPORT]:
+        for group, advantages in chosen:
             self.shown.add(group.sample.source)
-            scored = zip(group.rollouts, group.rewards, of_completions(group, advantages), strict=True)
+            scored = zip(group.rollouts, group.rewards, advantages, strict=True)
             row = {
                 "step": step,
                 "source": group.sample.source,
@@ -192,9 +202,10 @@ class RunLog:
         return fields
 
     def refresh(self) -> None:
-        """Redraw `curves.png`, and try to write the lines kept in memory."""
+        """Redraw `curves.png`, log the newest completions, and try to write the lines kept in memory."""
         if not console.is_main():
             return
+        self._log_newest()
         for name in self.waiting:
             self._append(name, [])
         if self.every:
@@ -206,7 +217,11 @@ class RunLog:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """End the runs of the trackers. Their own exit handlers may not run: after an error, `cli.run` skips them."""
+        """Log and draw the last step, and end the runs of the trackers, however the run ends.
+
+        The trackers' own exit handlers may not run: after an error, `cli.run` skips them.
+        """
+        self.refresh()
         if console.is_main():
             self.close_trackers(error is not None)
 

@@ -47,6 +47,7 @@ def rising(scores: dict[int, float], low: float = 0.2, high: float = 0.6) -> lis
 
 
 CUT_OFF = {"completions__clipped_ratio": 0.6, "completions__format_rate": 0.4}
+UNKNOWN = CUT_OFF | {"completions__format_rate": None}
 APPEARS = {
     "signal": history(*lasting(RECENT, frac_reward_zero_std=1.0)),
     "format": history(*lasting(RECENT, completions__format_rate=0.0)),
@@ -56,6 +57,7 @@ APPEARS = {
     "calls": history(*lasting(FIRST, turns__with_call=0.8), *lasting(RECENT, turns__with_call=FEW_CALLS / 2)),
     "failed calls": history(*lasting(RECENT, turns__with_call=1.0, turns__calls_failed=1.0)),
     "reward": history(*lasting(FALLEN, reward=0.19), steps=FIRST),
+    "held-out": history({"eval/exact_match": 0.25}, {"eval/exact_match": 0.5}, {"eval/exact_match": 0.25}),
     "memory": history(*lasting(RECENT, memory_flushes=4)),
     "exact match": history(*rising({0: 0.5, 4: 0.5, 9: 0.4})),
 }
@@ -71,7 +73,7 @@ DOES_NOT = {
     "cut off": [
         history(*lasting(RECENT, **CUT_OFF | {"completions__clipped_ratio": 0.4})),
         history(*lasting(RECENT, **CUT_OFF | {"completions__format_rate": 0.6})),
-        history(*lasting(RECENT, **CUT_OFF | {"completions__format_rate": None})),  # as in ./run.sh real
+        history(*lasting(FIRST, **UNKNOWN)),  # as in ./run.sh real, whose rewards differ
     ],
     "length": [
         history(*lasting(RECENT, completions__mean_length=COLLAPSED * 30 + 1), steps=FIRST),
@@ -96,6 +98,12 @@ DOES_NOT = {
         history(*lasting(FALLEN - 1, reward=0.0), steps=FIRST),
         history(*lasting(FIRST, reward=-0.5), *lasting(FALLEN, reward=-0.9)),  # half of a negative reward means nothing
     ],
+    "held-out": [
+        history({"eval/exact_match": 0.5}, {"eval/exact_match": 0.26}),
+        history({"eval/exact_match": 0.0, "eval/reward": 0.0}, {"eval/exact_match": 0.0, "eval/reward": 0.0}),
+        [{"step": 0, "eval/loss": 0.5}, {"step": 9, "loss": 0.1, "eval/loss": 0.9}],
+        [{"step": 0, "eval/loss": 1e-3}, {"step": 9, "loss": 0.1, "eval/loss": 9e-3}],
+    ],
     "memory": [history({"memory_flushes": 9}, {}, {"memory_flushes": 9}, {"memory_flushes": 9})],
     "exact match": [
         history(*rising({0: 0.5, 4: 0.5, 9: 0.6})),
@@ -116,6 +124,47 @@ def test_a_warning_appears(name):
 def test_a_warning_does_not_appear(name, index):
     assert DOES_NOT.keys() == WARNINGS.keys()
     assert not all_problems(DOES_NOT[name][index])
+
+
+ALONE = {"reward": 0.0, "frac_reward_zero_std": 1.0, "teacher_kl": 0.1, "completions/format_rate": None}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        history(*[ALONE | {"completions/clipped_ratio": x} for x in (0.0, 0.0, 0.9, 1.0, 1.0)]),
+        history(*lasting(RECENT, **UNKNOWN), steps=FIRST),  # of a plugin's task: fewer were cut off before
+    ],
+)
+def test_cut_off_completions_of_an_unknown_format_are_not_taken_for_fine(rows):
+    assert list(problems(rows)) == ["cut off"]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"step": 0, "eval/exact_match": 0.25}, {"step": 2, **ALONE, "eval/exact_match": 0.0}],
+        [
+            {"step": 0, "eval/exact_match": 0.0, "eval/reward": 0.4},
+            {"step": 2, "eval/exact_match": 0, "eval/reward": 0.2},
+        ],
+        [{"step": 0, "eval/loss": 0.4}, {"step": 9, "loss": 0.1, "eval/loss": 0.8}],  # of sft.py
+    ],
+)
+def test_a_held_out_score_that_halves_is_told_in_every_kind_of_run(rows):
+    assert list(problems(rows)) == ["held-out"] and not problems(rows[:1])
+
+
+def test_with_a_teacher_its_kl_stands_in_the_line_of_a_step(tmp_path, capsys):
+    more = {"step_time": 1.0, "teacher_kl": 0.123}
+    for name, change, expected in (
+        ("alone", ALONE | more, "step 1/2  teacher_kl 0.123  30 tokens  1.0 s  "),
+        ("both", more, "step 1/2  reward 0.400  teacher_kl 0.123  30 tokens  1.0 s  "),
+    ):
+        log, (row,) = RunLog(str(tmp_path / name), {}, every=0), history(change)
+        log.metrics(1, {name: math.nan if value is None else value for name, value in row.items()})
+        log.print_step(1, 1, row)
+        assert capsys.readouterr().err.startswith(expected)
 
 
 def test_completions_that_double_and_collapse_are_described():

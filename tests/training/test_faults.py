@@ -658,6 +658,17 @@ def test_a_run_that_is_stopped_and_cannot_be_saved_has_failed(tiny_model, shapes
     assert "could not save checkpoint-0: the disk of" in capsys.readouterr().err
 
 
+def test_a_run_without_a_checkpoint_does_not_say_how_to_resume_it(tiny_model, shapes, tmp_path, monkeypatch, capsys):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.dcp, "save", full)
+    grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1))
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("could not save checkpoint-1: ") for line in lines)
+    assert any(line.startswith("model ") for line in lines) and not any("resume" in line for line in lines)
+
+
 def test_no_rollout_begins_after_a_signal(tiny_model, shapes, tmp_path, monkeypatch):
     evaluate = loop.score_completions
 

@@ -1,18 +1,22 @@
 """The page of sampled completions, the page of a run, and its last lines."""
 
+import contextlib
 import json
+import pathlib
 import re
 
 import pytest
 import torch
 from PIL import Image
 
+from common.errors import RunStopped
 from common.files import read_jsonl
 from common.records import Prompt, Rewards, Rollout, ScoredGroup
 from config import Config
 from tests.helpers.rows import make_sample
+from training import report
 from training.loop import closing_lines
-from training.report import GROUPS_ON_PAGE, is_group, write_index, write_page
+from training.report import GROUPS_ON_PAGE, draw_curves, is_group, write_index, write_page
 from training.run_log import GROUPS_PER_REPORT, RunLog
 
 
@@ -62,6 +66,25 @@ def test_the_page_of_a_run_links_to_what_is_there(tmp_path):
     assert re.findall(r'src="([^"]+)"', page) == ["curves.png", "eval/scores.png"]
 
 
+def test_the_page_of_a_run_says_what_it_is_and_what_it_has_reached(tmp_path):
+    """Scores of an older step have it beside them."""
+    config = {"model": "m/3B", "task": "vqa", "data": "a <b>.jsonl", "total_steps": 60}
+    (tmp_path / "config.json").write_text(json.dumps(config, indent=1))
+    rows = [{"step": 0, "eval/exact_match": 0.25}, {"step": 20, "eval/exact_match": 0.5}, {"step": 40, "reward": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, step in (("early", 20), ("late", 40)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "scores.json").write_text(json.dumps({"step": step}))
+        (tmp_path / name / "scores.png").touch()
+    write_index(tmp_path)
+    page = (tmp_path / "index.html").read_text()
+    for line in ("model: m/3B", "task: vqa", "data: a &lt;b&gt;.jsonl", "steps: 40 of 60"):
+        assert f"{line}<br>" in page
+    assert "held-out exact_match: 0.250 (step 0) → 0.500 (step 20)<br>" in page and "held-out loss" not in page
+    assert "early</a> (of step 20)" in page and 'of step 20:<img alt="early/scores.png"' in page
+    assert page.count("of step ") == 2
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
@@ -91,7 +114,10 @@ def test_the_page_of_a_run_links_to_what_is_there(tmp_path):
     ],
 )
 def test_the_last_lines_say_how_to_go_on(flags, expected):
-    assert closing_lines(Config(data="a", output="my run", **flags)).splitlines() == expected
+    cfg = Config(data="a", output="my run", **flags)
+    assert closing_lines(cfg, has_checkpoint=True).splitlines() == expected
+    without = [line for line in expected if not line.startswith("resume")]
+    assert closing_lines(cfg, has_checkpoint=False).splitlines() == without
 
 
 def scored_group(name: str, step: int) -> ScoredGroup:
@@ -127,6 +153,47 @@ def test_pictures_are_numbered_in_their_places_and_a_sum_of_rewards_has_its_part
     first, second = (f'picture {number}<img alt="picture {number}">' for number in (1, 2))
     assert f"<b>Is</b> {first}<b>or</b> {second}<b>larger?</b>" in text
     assert "<small>vqa 1.00, brevity -0.50</small>" in text
+
+
+def test_the_last_step_is_always_on_the_page(tmp_path):
+    """Also of a run that is shorter than `report_every`, that ends between two reports or that fails."""
+    with contextlib.suppress(RunStopped), RunLog(str(tmp_path), {}, every=2) as log:
+        log_steps(log, {1: "abcd", 2: "efgb", 3: "dhia"})
+        raise RunStopped("stopped", 1)
+    with RunLog(str(tmp_path / "short"), {}, every=10) as log:
+        log_steps(log, {1: "abcd", 2: "efgb"})
+    for folder, steps in ((tmp_path, "123"), (tmp_path / "short", "12")):
+        logged = [row["step"] for row in read_jsonl(folder / "completions.jsonl", is_group)]
+        assert logged == [int(step) for step in steps for _ in range(GROUPS_PER_REPORT)]
+        assert set(re.findall(r"<caption>step (\d)", (folder / "completions.html").read_text())) == set(steps)
+
+
+def curves(folder: pathlib.Path, rows: list[dict], monkeypatch) -> dict[str, list[list[float]]]:
+    """Return the values of each line in the panels of a run's picture, by the panel's title."""
+    drawn = []
+    monkeypatch.setattr(report, "save_figure", lambda figure, path: drawn.append(figure))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    draw_curves(folder)
+    return {axis.get_title(): [list(line.get_ydata()) for line in axis.lines] for axis in drawn[0].axes}
+
+
+def test_evaluations_and_rates_are_drawn_as_they_are_and_means_have_no_bias(tmp_path, monkeypatch):
+    rows = [{"step": step, "loss": 1.0, "grad_norm": 0.1, "lr": 0.1 * step} for step in range(1, 4)]
+    rows[1] |= {"eval/loss": 3.5}
+    rows[2] |= {"eval/loss": 0.049, "loss": 0.0}
+    found = curves(tmp_path, rows, monkeypatch)
+    assert found["held-out loss"] == [[3.5, 0.049]] and found["learning rate"] == [[row["lr"] for row in rows]]
+    weights = [0.15 * 0.85**age for age in range(3)]
+    assert found["loss of a step"][1] == pytest.approx([1, 1, sum(weights[1:]) / sum(weights)])
+
+
+def test_the_curves_of_a_run_with_a_teacher_have_its_kl(tmp_path, monkeypatch):
+    """It is in the place of the reward if that is 0."""
+    alone = [{"step": step, "reward": 0.0, "teacher_kl": 0.5} for step in range(1, 3)]
+    found = curves(tmp_path, alone, monkeypatch)
+    assert found["KL to the teacher"][0] == [0.5, 0.5] and "mean reward of a step" not in found
+    found = curves(tmp_path, [row | {"reward": 0.5} for row in alone], monkeypatch)
+    assert {"KL to the teacher", "mean reward of a step"} < found.keys()
 
 
 @pytest.mark.parametrize("rewards", [[1.0], {"vqa": "high"}, 3])
