@@ -27,6 +27,7 @@ from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags, check_value
 from data import Processor, load_split, processor_for
 from evaluation.benchmarks import (
     BENCHMARKS,
+    Benchmark,
     check_pairs,
     judge_benchmark,
     judge_math,
@@ -317,9 +318,10 @@ class Judge:
             self.scorer = Scorer(cfg.task, cfg)
             self.gold_task = self.scorer.gold_task
             return
-        if BENCHMARKS[cfg.benchmark].judge in (judge_math, judge_mathverse):
+        benchmark = plugins.find_entry("benchmark", cfg.benchmark, BENCHMARKS, Benchmark)
+        if benchmark.judge in (judge_math, judge_mathverse):
             check_math()
-        if BENCHMARKS[cfg.benchmark].server_role:
+        if benchmark.server_role:
             self.server = make_verifier(cfg, cfg.judge_cache)
 
     def __call__(self, samples: list[Sample], outputs: list[dict]) -> tuple[dict, list[dict]]:

@@ -23,7 +23,6 @@ if __name__ == "__main__":  # before the slow import of torch, so that --help an
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -33,6 +32,7 @@ from common import distributed
 from common.distillation import with_teacher
 from common.errors import UserError
 from common.group_stats import EPSILON, deviation, is_varied, sequence_log_ratio, sum_by_completion
+from common.plugins import check_returned, dataclass, find_entry
 from common.records import Group, GroupRewards, ScoredGroup
 from common.spans import of_completions, spread_over_tokens
 from packing import PackedBatch
@@ -48,8 +48,9 @@ def advantages_of(rewards: GroupRewards, reward_weights: dict[str, float], cfg: 
 
     Dynamic sampling keeps the groups in which an advantage is neither 0 nor NaN.
     """
-    advantage = ADVANTAGES[cfg.advantage]
-    return spread_over_tokens(lambda part: advantage(part, reward_weights, cfg), rewards, cfg.max_completion_length)
+    advantage, length = ADVANTAGES[cfg.advantage], cfg.max_completion_length
+    where = f"--advantage {cfg.advantage}"
+    return spread_over_tokens(lambda part: advantage(part, reward_weights, cfg), rewards, length, where)
 
 
 def group_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
@@ -200,7 +201,8 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor, entropy: Tensor | 
     if cfg.teacher:
         advantages = with_teacher(advantages, trainer_logp, values.teacher_logp, cfg.teacher_weight)
     options = {"entropy": entropy} if loss_type.needs_entropy else {}
-    objective, is_clipped = loss_type.objective(logp, log_ratio, advantages, batch, cfg, **options)
+    returned = loss_type.objective(logp, log_ratio, advantages, batch, cfg, **options)
+    objective, is_clipped = check_returned(f"--loss_type {cfg.loss_type}", returned, logp, counted)
     is_capped = torch.zeros_like(counted)
     if cfg.importance_cap and cfg.old_logp == "policy":
         log_importance = trainer_logp - values.sampling_logp
@@ -276,10 +278,8 @@ def backward(run: Run, batch: PackedBatch) -> tuple[dict[str, Tensor], Tensor]:
 
 def resolve_loss(cfg: Config) -> None:
     """Set unset clip bounds to the loss type's defaults. Raises UserError for flags that do not fit the loss type."""
-    for flag, table in (("loss_type", LOSSES), ("advantage", ADVANTAGES)):
-        if (name := getattr(cfg, flag)) not in table:
-            raise UserError(f"--{flag} {name}: choose one of {', '.join(table)}")
-    loss = LOSSES[cfg.loss_type]
+    loss = find_entry("loss_type", cfg.loss_type, LOSSES, Loss)
+    find_entry("advantage", cfg.advantage, ADVANTAGES, Callable)
     cfg.clip_low = loss.clip_low if cfg.clip_low is None else cfg.clip_low
     cfg.clip_high = loss.clip_high if cfg.clip_high is None else cfg.clip_high
     if cfg.dual_clip and loss.objective is not clipped_objective:

@@ -14,9 +14,9 @@ math-verify and the verifier model are in `grading/`.
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from common.errors import UserError, WorkerLost
+from common.errors import WorkerLost
+from common.plugins import dataclass, find_entry
 from grading import answers
 from grading.answers import balanced, extract_choice, first_count, last_boxed, split_think_answer, words
 from grading.math_workers import same_answer
@@ -226,9 +226,7 @@ TASKS = {
 
 def get_task(name: str) -> Task:
     """Return the task called `name`. Raises UserError if it is not in `TASKS`."""
-    if name not in TASKS:
-        raise UserError(f"--task {name}: choose one of {', '.join(TASKS)}, or add a task with --plugin FILE")
-    return TASKS[name]
+    return find_entry("task", name, TASKS, Task)
 
 
 def gold_problem(task: str | None, answer: str) -> str | None:

@@ -19,7 +19,6 @@ import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +29,7 @@ from tqdm import tqdm
 
 from common import console, distributed
 from common.errors import UserError
+from common.plugins import dataclass, find_entry
 from common.records import Prompt, RequestLimits, Rollout, Sampling
 from config import EngineFlags
 from data import Processor
@@ -107,9 +107,8 @@ def prompt_seed(seed: int, position: int) -> int:
 
 def check_engine_available(flags: EngineFlags, device: torch.device) -> None:
     """Raise UserError if the sampler that `flags` ask for cannot run with these packages, devices and processes."""
-    engine, processes = ENGINES.get(flags.engine), distributed.world_size()
-    if flags.engine not in ("auto", *ENGINES):
-        raise UserError(f"--engine {flags.engine}: choose one of auto, {', '.join(ENGINES)}")
+    processes = distributed.world_size()
+    engine = None if flags.engine == "auto" else find_entry("engine", flags.engine, ENGINES, EngineEntry)
     if engine and (lacks := engine.lacks(device)):
         how = f" run {engine.install} or" if "installed" in lacks[0] else ""
         raise UserError(f"--engine {flags.engine}: {lacks[0]};{how} use --engine hf")

@@ -11,11 +11,14 @@ import config
 from apps.bench.speed import model_shape
 from apps.demo.tiny import byte_tokenizer
 from common import cli
+from common.environments import ENVIRONMENTS, Environment
 from common.errors import UserError, require
+from common.plugins import find_entry
 from policy.memory import GIB, METHODS, GPUs, plan
 from policy.model import empty_policy, read_config
 
 MODELS = {size.lower(): f"Qwen/Qwen2.5-VL-{size}-Instruct" for size in ("3B", "7B", "32B")}
+OWN = ("gpus", "memory")  # flags that grpo.py does not have
 GIB_PER_GB = 0.99  # an H100 of 80 GB has 79.2 GiB, an H200 of 141 GB 139.8
 
 
@@ -34,6 +37,7 @@ class Config(config.Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.model = self.model.lower() if self.model.lower() in MODELS else self.model
         one_machine = 1 <= self.gpus <= 8 and 1 <= self.memory <= 1000
         require(one_machine, "gpus must be from 1 to 8, all of one machine, and memory from 1 to 1000, the GB of each")
         require(self.gpus % self.tensor_parallel == 0, "tensor_parallel must divide gpus")
@@ -58,9 +62,9 @@ def plans(cfg: Config) -> list[tuple[str, Config, dict]]:
 def command(cfg: Config) -> str:
     """Return the command that trains with the flags `cfg`."""
     flags: dict[str, Any] = {"task": cfg.task, "model": MODELS.get(cfg.model, cfg.model), "data": cfg.data}
-    values, defaults = asdict(cfg), asdict(Config(prompts_per_update=cfg.prompts_per_step))
-    names = [field.name for field in fields(config.Config) if values[field.name] != defaults[field.name]]
-    flags |= {name: [*v] if isinstance(v := values[name], tuple) else v for name in names if name not in flags}
+    defaults = {field.name: field.default for field in fields(cfg)} | {"prompts_per_update": cfg.prompts_per_step}
+    changed = {name: value for name, value in asdict(cfg).items() if value != defaults[name] and name not in OWN}
+    flags |= {name: [*v] if isinstance(v, tuple) else v for name, v in changed.items() if name not in flags}
     launcher = f"torchrun --standalone --nproc_per_node {cfg.gpus}" if cfg.gpus > 1 else "python"
     return f".venv/bin/{launcher} grpo.py {shlex.join(cli.as_arguments(flags))}"
 
@@ -69,6 +73,8 @@ def main(cfg: Config) -> None:
     """Print the plans."""
     if cfg.has_adapter or cfg.offload_optimizer:
         raise UserError("leave out --lora_rank, --adapter and --offload_optimizer, which fits tries itself")
+    if cfg.env:
+        find_entry("env", cfg.env, ENVIRONMENTS, Environment)
     for method, flags, row in plans(cfg):
         if row["problem"]:
             print(f"{method}: does not fit: {row['problem']}\n")
@@ -81,4 +87,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, cli.parse(Config))
+    cli.launch("apps.fits")

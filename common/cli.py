@@ -143,7 +143,7 @@ def run(main: Callable[[T], None], args: T) -> None:
             raise
         message, status = f"error: {str(error.filename)[:200]!r}: {error.strerror}; choose another path", 2
     rank = int(os.environ.get("RANK", 0))
-    print(f"[rank {rank}] {message}" if rank else message, file=sys.stderr, flush=True)
+    print(console.printable(f"[rank {rank}] {message}" if rank else message), file=sys.stderr, flush=True)
     # Do not use sys.exit here: after an error on one rank, the other ranks wait in a collective, and interpreter
     # shutdown would wait for that collective too. Exiting at once lets torchrun end the other ranks.
     sys.stdout.flush()

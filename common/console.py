@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 # Hidden in URLs, even inside JSON: the user before the host, and values of parameters whose names suggest a secret.
 CHARACTER = r"""(?:[^\s"'\\&#]|\\u)"""  # one character of a password or key; in JSON, \u begins a non-ASCII character
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # characters, but line feed and tab
 USER = re.compile(rf"(?<=://)(?:{CHARACTER}|[&#])*@")
 SECRET = re.compile(rf"([?&][\w.-]*(?:key|token|secret|passw|auth|sig)[\w.-]*=){CHARACTER}+", re.IGNORECASE)
 
@@ -17,6 +18,11 @@ SECRET = re.compile(rf"([?&][\w.-]*(?:key|token|secret|passw|auth|sig)[\w.-]*=){
 def hide_credentials(text: str) -> str:
     """Replace the credentials of all URLs in `text` with asterisks: http://user:password@host?key=1."""
     return SECRET.sub(r"\1***", USER.sub("***@", text))
+
+
+def printable(text: str) -> str:
+    """Escape the control characters in `text`, with which a model or a plugin could act on the terminal."""
+    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def is_main() -> bool:
@@ -27,7 +33,7 @@ def is_main() -> bool:
 def log(message: str) -> None:
     """Print `message` to stderr, on the main process only."""
     if is_main():
-        print(message, file=sys.stderr)
+        print(printable(message), file=sys.stderr)
 
 
 def progress(iterable: Iterable | None = None, desc: str | None = None, **options: Any) -> tqdm:

@@ -11,7 +11,10 @@ from typing import Any
 
 from PIL import Image
 
-from common.errors import UserError, require
+from common.errors import require
+
+
+MAX_STATE = 2**20  # bytes of what an episode keeps between its turns; there may be a thousand episodes
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,6 @@ class Environment:
 
 
 ENVIRONMENTS: dict[str, Environment] = {}
-
-
-def get_environment(name: str) -> Environment:
-    """Return the entry `name` of `ENVIRONMENTS`. Raises UserError if there is none."""
-    if name not in ENVIRONMENTS:
-        raise UserError(f"--env {name}: choose one of {', '.join(ENVIRONMENTS) or 'those that a --plugin FILE adds'}")
-    return ENVIRONMENTS[name]
 
 
 def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:

@@ -21,6 +21,14 @@ class Interrupted(Exception):
     """A signal asked the run to stop, and the current step has not made its first update yet."""
 
 
+def describe(error: BaseException) -> str:
+    """Return the type and the text of `error` in one line."""
+    try:
+        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    except Exception:  # noqa: BLE001 - its own method raised
+        return type(error).__name__
+
+
 def require(ok: object, message: str) -> None:
     """Raise ValueError with `message` unless `ok`. Config classes call this function to reject invalid settings."""
     if not ok:

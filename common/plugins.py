@@ -11,15 +11,31 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import sys
 import traceback
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common import console
-from common.errors import UserError
+from common.errors import UserError, describe, require
 
+if TYPE_CHECKING:
+    from dataclasses import dataclass
+else:
+    from pydantic.dataclasses import dataclass  # refuses fields of other types, in the plugin's own line
+
+__all__ = ["dataclass"]  # for entries of the tables
+TAKEN = (
+    "help",
+    "total_steps",
+    "world_size",
+    "command",
+    "git_commit",
+    "plugin_sha256",
+    "plugin_flags",
+)  # in config.json
 _modules: dict[str, ModuleType] = {}  # the user's files that this process has imported, by path
 _digests: dict[str, str] = {}  # their SHA-256
 
@@ -39,14 +55,23 @@ def find(arguments: list[str], output: str) -> list[str]:
 def of_run(folder: str | pathlib.Path) -> list[str]:
     """Return the plugins that the run in `folder` has recorded, and print which of them have changed since."""
     path = pathlib.Path(folder, "config.json")
-    try:
-        recorded = json.loads(path.read_text()).get("plugin_sha256", {}) if path.is_file() else {}
-    except (OSError, ValueError):
-        raise UserError(f"{path} cannot be read: restore it, or use a new --output without --resume") from None
+    recorded = path.is_file() and read_settings(path, plugin_sha256=dict | None).get("plugin_sha256") or {}
     for file, digest in recorded.items():
         if os.path.isfile(file) and hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest() != digest:
             console.log(f"note: the plugin {file} has changed since it was recorded in {path}")
     return list(recorded)
+
+
+def read_settings(path: pathlib.Path, **types: Any) -> dict[str, Any]:
+    """Return the config.json of a run. Raises UserError if it is none, or if an entry has not its type of `types`."""
+    try:
+        settings = json.loads(path.read_text())
+        is_one = isinstance(settings, dict) and all(isinstance(settings.get(name), types[name]) for name in types)
+    except (OSError, ValueError, RecursionError):
+        is_one = False
+    if not is_one:
+        raise UserError(f"{path} cannot be read: restore it, or use a new --output without --resume")
+    return settings
 
 
 def load(file: str) -> ModuleType:
@@ -61,8 +86,7 @@ def load(file: str) -> ModuleType:
     except (Exception, SystemExit) as error:  # noqa: BLE001 - importing the file may raise anything
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         line = lines[-1] if lines else getattr(error, "lineno", 1)
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"--plugin {file}, line {line}: {reason}") from None
+        raise UserError(f"--plugin {file}, line {line}: {describe(error)}") from None
 
 
 def import_file(file: str) -> ModuleType:
@@ -86,30 +110,74 @@ def with_flags(config: type, plugin: ModuleType) -> type:
     flags, where = getattr(plugin, "Flags", None), f"--plugin {plugin.__file__}"
     if flags is None:
         return config
-    if not dataclasses.is_dataclass(flags):
+    if not (isinstance(flags, type) and dataclasses.is_dataclass(flags)):
         raise UserError(f"{where}: the class Flags is no dataclass: write @dataclasses.dataclass above it")
-    known = {*dir(config), *(field.name for field in dataclasses.fields(config))}
-    if taken := [field.name for field in dataclasses.fields(flags) if field.name in known]:
+    known = {*dir(config), *(field.name for field in dataclasses.fields(config)), *TAKEN}
+    names = [*(field.name for field in dataclasses.fields(flags)), *(name for name in vars(flags) if name[:2] != "__")]
+    if taken := [name for name in names if name in known]:
         raise UserError(f"{where}: the flag {taken[0]} exists already: choose another name")
 
     for field in dataclasses.fields(flags):  # else, flags without a default could not follow them
         field.kw_only = True
 
-    @dataclasses.dataclass
-    class Config(config, flags):  # type: ignore[valid-type, misc]
-        __doc__ = config.__doc__
+    try:
 
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            getattr(flags, "__post_init__", lambda _: None)(self)
+        @dataclasses.dataclass
+        class Config(config, flags):  # type: ignore[valid-type, misc]
+            __doc__ = config.__doc__
 
+            def __post_init__(self) -> None:
+                super().__post_init__()
+                getattr(flags, "__post_init__", lambda _: None)(self)
+                for field in dataclasses.fields(flags):
+                    kind = type(value := getattr(self, field.name, None)).__name__
+                    require(_is_plain(value), f"{field.name} is a {kind}: make it a number, a text or a tuple of these")
+
+    except TypeError as error:  # if it is frozen, for example
+        raise UserError(f"{where}: the class Flags cannot be joined to the other flags ({error})") from None
     return Config
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether config.json can hold `value`, and `./run.sh eval` can pass it on."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (int, float, str, bool)
 
 
 def record() -> dict[str, Any]:
     """Return what `config.json` keeps of the plugins: the SHA-256 of each, by path, and the names of their flags."""
-    flags = [dataclasses.fields(plugin.Flags) for plugin in _modules.values() if hasattr(plugin, "Flags")]
+    flags = [dataclasses.fields(plugin.Flags) for plugin in _modules.values() if getattr(plugin, "Flags", None)]
     return {"plugin_sha256": dict(_digests), "plugin_flags": [field.name for each in flags for field in each]}
+
+
+def find_entry(flag: str, name: str, table: dict[str, Any], kind: Any) -> Any:
+    """Return the entry `name` of `table`, a `kind`, which `--flag` chooses. Raises UserError if there is none."""
+    if name not in table:
+        known = f"choose one of {', '.join(table)}, or " if table else ""
+        raise UserError(f"--{flag} {name}: {known}add one with --plugin FILE")
+    if not isinstance(table[name], kind):
+        raise UserError(f"--{flag} {name}: its entry is a {type(table[name]).__name__}; expected {kind.__name__}")
+    return table[name]
+
+
+def check_returned(where: str, returned: Any, *expected: Any) -> Any:
+    """Return what an entry has returned: one tensor, or a tuple of several, each of the form of the one expected.
+
+    Raises UserError if a shape or a kind of number differs, or if only one has a gradient.
+    """
+    tensors = returned if isinstance(returned, tuple) else (returned,)
+    got, want = (" and ".join(map(_form, each)) for each in (tensors, expected))
+    if got != want:
+        raise UserError(f"{where}: it returned {got}; expected {want}")
+    return returned
+
+
+def _form(tensor: Any) -> str:
+    if not hasattr(tensor, "requires_grad"):
+        return f"a {type(tensor).__name__}"
+    kind = re.sub(r"torch\.(b?float\d+)?", "", str(tensor.dtype)) or "float"
+    return f"{kind} {tuple(tensor.shape)}" + " with a gradient" * tensor.requires_grad
 
 
 def name_of(function: Callable) -> str | None:

@@ -15,11 +15,12 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from common import console, distributed
 from common.errors import UserError
+from common.plugins import dataclass
 from common.records import Sample, Turn
 from config import DataFlags
 from data import Processor, validate_rows
@@ -333,10 +334,12 @@ def to_sample(name: str, source: str, row: Row) -> Sample:
             raise RowError(f"column '{column}' is neither text nor a number")
     if name == "aime24" and answers.whole_number(str(row["answer"])) is None:
         raise RowError(f"the answer {str(row['answer'])[:40]!r} is not a whole number, so no response can equal it")
-    prompt = benchmark.prompt(row)
+    prompt, gold = benchmark.prompt(row), benchmark.gold(row)
+    if not (isinstance(prompt, str) and isinstance(gold, str)):
+        raise UserError(f"--benchmark {name}: its prompt and its gold must return texts")
     if not prompt.strip():
         raise RowError("the question is empty")
-    return Sample([Turn("user", [prompt])], benchmark.gold(row), source, drop_images(row))
+    return Sample([Turn("user", [prompt])], gold, source, drop_images(row))
 
 
 def _check_present(name: str, row: Row, column: str) -> None:
@@ -385,8 +388,11 @@ def judge_benchmark(
         server.reset_failures()
     with ThreadPoolExecutor(CONCURRENCY if server else 8) as pool:
         results = pool.map(lambda job: judge(job[0], job[1].answer, job[1].fields, server), work)
-        results = iter(list(console.progress(results, "scoring", total=len(work), unit="response")))
-    judgements = distributed.gather_shards([[next(results) for _ in responses] for _, responses in local_rows])
+        judged = list(console.progress(results, "scoring", total=len(work), unit="response"))
+    if wrong := [each for each in judged if not isinstance(each, Judgement)]:
+        raise UserError(f"--benchmark {name}: its judge returned a {type(wrong[0]).__name__}; expected a Judgement")
+    left = iter(judged)
+    judgements = distributed.gather_shards([[next(left) for _ in responses] for _, responses in local_rows])
     predictions = []
     for sample, output, judged in zip(samples, outputs, judgements):
         origin = {"source": sample.source, "prompt": sample.prompt, "gold": sample.answer}

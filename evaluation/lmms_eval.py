@@ -11,7 +11,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from common import plugins
+from common import cli, plugins
 from common.templates import template_variables
 from data import load_processor, prompt_template
 from policy.families import load_tokenizer
@@ -54,14 +54,14 @@ def chat_template(model: pathlib.Path | str, task: str, template: str | None, se
 
 def main(folder: str, *user_flags: str) -> None:
     run = pathlib.Path(folder)
-    config = json.loads((run / "config.json").read_text())
+    config = plugins.read_settings(run / "config.json", model=str, task=str, template=str | None)
     for file in plugins.find(list(user_flags), "") or config.get("plugin", []):  # the task may come from a plugin
         plugins.load(file)
     is_adapter = (run / "final" / "adapter_config.json").is_file()
     trained = config["model"] if is_adapter else run / "final"
     template = run / "chat_template.jinja"
     settings = config.get("chat_template_kwargs", [])
-    template.write_text(chat_template(trained, config["task"], config["template"], settings))
+    template.write_text(chat_template(trained, config["task"], config.get("template"), settings))
     print("The same model in lmms-eval (pip install lmms-eval in a separate environment with vLLM and transformers 5):")
     model = run / "final"
     if is_adapter:
@@ -69,7 +69,7 @@ def main(folder: str, *user_flags: str) -> None:
         merge = f"--base_model {config['model']} --lora_model {run}/final --output_path {model}"
         print(f"  .venv/bin/python merge_lora.py {merge}")
     limits = {name: config[name] for name in ("min_pixels", "max_pixels", "max_side")}
-    preparation = load_processor(str(trained), config["task"], config["template"], **limits).preparation
+    preparation = load_processor(str(trained), config["task"], config.get("template"), **limits).preparation
     options = {name: config.get(name, value) for name, value in preparation.vllm_options.items()} if preparation else {}
     arguments = f"model={model},chat_template={template},dtype=bfloat16,max_model_len=32768,max_new_tokens=2048"
     print(
@@ -80,4 +80,4 @@ def main(folder: str, *user_flags: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    cli.run(lambda arguments: main(*arguments), sys.argv[1:])

@@ -5,7 +5,6 @@
 The arguments are the run's folder and the user's own flags for evaluate.py, which follow those that are printed.
 """
 
-import json
 import pathlib
 import sys
 from dataclasses import fields
@@ -27,14 +26,15 @@ def run_flags(run: pathlib.Path, given: set[str]) -> dict[str, Any]:
     """
     if not ((run / "final").is_dir() and (run / "config.json").is_file()):
         sys.exit(f"error: {str(run)!r} holds no trained model: give the folder of a finished run (grpo.py --output)")
-    config = json.loads((run / "config.json").read_text())
+    types = {"model": str, "task": str, "max_completion_length": int | str, "eval_data": str | None}
+    config = plugins.read_settings(run / "config.json", **types, plugin_flags=list | None)
     flags = {"model": f"{run}/final", "baseline": config["model"]}
     if (run / "final" / "adapter_config.json").is_file():
         flags = {"model": config["model"], "baseline": config.get("adapter") or config["model"]}
         flags["adapter"] = f"{run}/final"
     if "--benchmark" not in given:
         if "--data" not in given:
-            flags["data"] = config["eval_data"]
+            flags["data"] = config.get("eval_data")
             if not flags["data"]:
                 sys.exit("error: the run has no eval_data: add --data FILE or --benchmark NAME")
         flags["task"] = config["task"]
@@ -45,7 +45,8 @@ def run_flags(run: pathlib.Path, given: set[str]) -> dict[str, Any]:
             flags[field.name] = value
     if flags.get("engine") == "policy":  # for training only
         del flags["engine"]
-    own = {name: config[name] for name in config.get("plugin_flags", []) if "--plugin" not in given}
+    names = [str(name) for name in config.get("plugin_flags") or [] if "--plugin" not in given]
+    own = {name: config[name] for name in names if name in config}
     flags |= {name: value for name, value in own.items() if not isinstance(value, list)}  # append or not: unknown here
     return flags | {"max_completion_length": config["max_completion_length"]}
 
@@ -60,4 +61,4 @@ def main(run: str, *user_flags: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    cli.run(lambda arguments: main(*arguments), sys.argv[1:])

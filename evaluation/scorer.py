@@ -7,13 +7,14 @@ import reprlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Any
 
 from PIL import Image
 
 import rewards
 from common import console, plugins
-from common.environments import get_environment
+from common.environments import ENVIRONMENTS, Environment
 from common.errors import CallFailed, CallLost, UserError, WorkerLost
 from common.records import TAG, Rewards, Rollout, Sample, Span
 from config import RewardFlags
@@ -60,7 +61,7 @@ class Scorer:
         if flags.env in (*self.built_in, "overlong", "no_verdict"):
             raise UserError(f"--env {flags.env}: a reward has this name; rename the entry of ENVIRONMENTS")
         if flags.env:  # what the environment gives for the turns of a completion
-            get_environment(flags.env)
+            plugins.find_entry("env", flags.env, ENVIRONMENTS, Environment)
             self.built_in[flags.env] = lambda env_reward=0.0, **_: env_reward
             self.weights[flags.env] = 1.0
         self.user_functions: dict[str, str] = {}  # name of each user-defined reward -> "file.py:function"
@@ -78,6 +79,7 @@ class Scorer:
             check_math()
         self.verifier: Verifier | None = make_verifier(flags) if "math" in self.weights else None
         self.workers = WorkerPool(2, list(self.user_functions.values())) if self.user_functions else None
+        self.reported: set[str] = set()  # functions of whose spans a note was printed
         self.unscored_reason = ""  # why the most recent unscored completion has no reward
 
     @property
@@ -184,11 +186,15 @@ class Scorer:
     def _rewards(self, found: dict[str, Value], length: int, max_length: int | None) -> Rewards:
         """Return the rewards of a completion of `length` tokens, and of each part of it that has its own."""
         parts = {name: value.number for name, value in found.items()}
-        edges = sorted({edge for value in found.values() for *place, _ in value.spans for edge in place})
-        spans = []
-        for start, end in itertools.pairwise(edges):
-            own = {name: x for name, value in found.items() for a, b, x in value.spans if a <= start < b}
-            if own:
+        changes: dict[int, dict[str, float | None]] = {}  # what begins at each edge; None: a span ends
+        for name, value in found.items():
+            for start, end, x in value.spans:
+                changes.setdefault(start, {})[name] = x
+                changes.setdefault(end, {})[name] = None  # unless the next span starts there
+        spans, here = [], dict.fromkeys(found)
+        for start, end in itertools.pairwise(sorted(changes)):
+            here |= changes[start]
+            if own := {name: x for name, x in here.items() if x is not None}:
                 spans.append(Span(start, end, self._sum(parts | own, length, max_length)))
         return replace(self._sum(parts, length, max_length), spans=tuple(spans))
 
@@ -220,7 +226,8 @@ class Scorer:
         parameters = self.parameters[name]
         calls = [{k: v for k, v in fields.items() if parameters is None or k in parameters} for fields in calls]
         results = self.workers.call_all(self.user_functions[name], rewards.REWARD_TIMEOUT, calls)
-        return [self._judge(self.user_functions[name], result) for result in results]
+        judged = zip(results, calls)
+        return [self._judge(self.user_functions[name], result, call["completion"]) for result, call in judged]
 
     def _built_in_value(self, name: str, fields: dict[str, Any]) -> Value:
         """Compute the reward of a task or `format_reward`."""
@@ -232,10 +239,10 @@ class Scorer:
         if value is None and name == "math":  # it does so only if the verifier gives no verdict
             self.unscored_reason = f"{self.verifier.url}: {self.verifier.last_error}"
             return Value()
-        return self._judge(name, value)
+        return self._judge(name, value, fields["completion"])
 
-    def _judge(self, function: str, returned: Any) -> Value:
-        """Check what a reward has returned."""
+    def _judge(self, function: str, returned: Any, text: str) -> Value:
+        """Check what a reward has returned for the completion `text`."""
         if isinstance(returned, CallLost):
             self.unscored_reason = f"{function} {returned}"
             return Value()
@@ -245,10 +252,15 @@ class Scorer:
             self.unscored_reason = f"{function} returned None"
             return Value()
         try:
-            if isinstance(returned, int | float) and abs(returned) < MAX_REWARD:
+            if isinstance(returned, Real) and abs(returned) < MAX_REWARD:  # type: ignore[operator]
                 return Value(float(returned))
             if isinstance(returned, list) and _are_spans(returned):
-                return Value(float(sum(value for *_, value in returned)), tuple(map(tuple, returned)))
+                spans = tuple((int(start), int(end), float(value)) for start, end, value in returned)
+                if spans and spans[-1][1] > len(text) and function not in self.reported:
+                    self.reported.add(function)
+                    beyond = f"that ends at {spans[-1][1]}, in a text of {len(text)} characters"
+                    console.log(f"note: {function} returned a span {beyond}: no token gets what lies beyond")
+                return Value(sum(value for *_, value in spans), spans)
             shown = reprlib.repr(returned)
         except (OverflowError, ValueError):  # Python neither converts nor prints such a long integer
             shown = "an integer above 1e308"
@@ -261,6 +273,6 @@ def _are_spans(value: list) -> bool:
     if not all(isinstance(span, list | tuple) and len(span) == 3 for span in value):
         return False
     edges = [edge for start, end, _ in value for edge in (start, end)]
-    are_numbers = all(isinstance(x, int | float) and abs(x) < MAX_REWARD for *_, x in value)
-    are_ordered = all(isinstance(edge, int) for edge in edges) and edges == sorted(edges) and min(edges, default=0) >= 0
+    are_numbers = all(isinstance(x, Real) for *_, x in value) and -MAX_REWARD < sum(x for *_, x in value) < MAX_REWARD
+    are_ordered = all(isinstance(x, Integral) for x in edges) and edges == sorted(edges) and min(edges, default=0) >= 0
     return are_numbers and are_ordered and all(start < end for start, end, _ in value)

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from multiprocessing import Pipe
 from typing import Any
 
-from common.errors import CallFailed, CallLost, WorkerLost
+from common.errors import CallFailed, CallLost, WorkerLost, describe
 from common.plugins import import_file
 
 BUSY_FACTOR = 60  # on a busy machine, a call that is waiting for a CPU core may take this many times its limit
@@ -76,8 +76,11 @@ class WorkerPool:
         process, pipe = self.idle.get()
         try:
             pipe.send(message)
+            while not pipe.poll(1.0):
+                if process.poll() is not None:  # another process may hold the other end of the pipe open
+                    raise EOFError
             return pipe.recv()
-        except (EOFError, OSError):
+        except (EOFError, OSError, pickle.UnpicklingError):
             process.kill()
             process.wait()
             process, pipe = self._start()
@@ -90,7 +93,7 @@ def _unpickle(answer: bytes) -> Any:
     try:
         return pickle.loads(answer)
     except Exception as error:  # noqa: BLE001 - unpickling may raise anything: the class may be the user's own
-        return CallFailed(f"its result cannot be unpickled ({_describe(error)})")
+        return CallFailed(f"its result cannot be unpickled ({describe(error)})")
 
 
 def load_function(name: str) -> Callable:
@@ -118,9 +121,11 @@ def serve(arguments: list[str]) -> None:
     # torchrun sends these signals to every process of a run, but only the trainer should react to them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, _give_up)
     pipe = connection.Connection(int(arguments[0]))
+    os.set_inheritable(pipe.fileno(), False)
     functions = {name: _load_or_explain(name) for name in arguments[1:]}
-    pid, child = _fork(functions)
+    pid, child = _fork(functions, pipe)
     while True:
         try:
             name, seconds, calls = pipe.recv()
@@ -128,22 +133,30 @@ def serve(arguments: list[str]) -> None:
             return _kill(pid)
         answers = []
         for fields in calls:
-            child.send((name, fields))
             try:
+                signal.setitimer(signal.ITIMER_REAL, seconds + 1)  # the child may have damaged its end of the pipe
+                child.send((name, fields))
+                signal.setitimer(signal.ITIMER_REAL, 0)
                 in_time = _wait_for_answer(pid, child, seconds)
+                signal.setitimer(signal.ITIMER_REAL, seconds + 1)
                 answer, lost = (child.recv_bytes(), None) if in_time else (None, f"took longer than {seconds:g} s")
             except (EOFError, OSError):
                 answer, lost = None, "its process died, perhaps out of memory"
+            signal.setitimer(signal.ITIMER_REAL, 0)
             if lost:
                 _kill(pid)
                 child.close()
-                pid, child = _fork(functions)
+                pid, child = _fork(functions, pipe)
             answers.append(pickle.dumps(CallLost(lost)) if lost else answer)
         with contextlib.suppress(OSError):  # the caller may have stopped waiting
             pipe.send(answers)
 
 
-def _fork(functions: dict[str, Callable]) -> tuple[int, connection.Connection]:
+def _give_up(*_: object) -> None:
+    raise TimeoutError  # which is an OSError
+
+
+def _fork(functions: dict[str, Callable], pipe: connection.Connection) -> tuple[int, connection.Connection]:
     """Fork a child that makes one call after another. Forking is safe because this process has no threads."""
     parent_end, child_end = Pipe()
     pid = os.fork()
@@ -152,6 +165,7 @@ def _fork(functions: dict[str, Callable]) -> tuple[int, connection.Connection]:
         child_end.close()
         return pid, parent_end
     parent_end.close()
+    pipe.close()  # the worker's own
     with contextlib.suppress(AttributeError):  # Linux alone has it
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a call does not outlive a worker that was killed
     while True:
@@ -163,11 +177,12 @@ def _fork(functions: dict[str, Callable]) -> tuple[int, connection.Connection]:
             value = functions[name](**fields)
             answer = value.item() if hasattr(value, "item") else value  # NumPy and torch scalars
         except BaseException as error:  # noqa: BLE001 - report any exception of a reward function, even SystemExit
-            answer = CallFailed(_describe(error))
+            answer = CallFailed(describe(error))
         try:
             child_end.send(answer)
         except Exception as error:  # noqa: BLE001 - pickling may raise anything
-            child_end.send(CallFailed(f"its result cannot be pickled ({_describe(error)})"))
+            with contextlib.suppress(OSError):
+                child_end.send(CallFailed(f"its result cannot be pickled ({describe(error)})"))
 
 
 def _load_or_explain(name: str) -> Callable:
@@ -175,19 +190,12 @@ def _load_or_explain(name: str) -> Callable:
     try:
         return load_function(name)
     except BaseException as error:  # noqa: BLE001 - importing the file may raise anything
-        reason = f"{name} cannot be loaded ({_describe(error)})"
+        reason = f"{name} cannot be loaded ({describe(error)})"
 
     def explain(**_: object) -> None:
         raise RuntimeError(reason)
 
     return explain
-
-
-def _describe(error: BaseException) -> str:
-    try:
-        return " ".join(f"{type(error).__name__}: {error}".split())[:300]  # one line
-    except Exception:  # noqa: BLE001 - its own method raised
-        return type(error).__name__
 
 
 def _wait_for_answer(pid: int, child: connection.Connection, seconds: float) -> bool:

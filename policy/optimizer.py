@@ -116,15 +116,19 @@ parameter must be sharded like it, as `torch.zeros_like(parameter)` is; other st
 def make_optimizers(policy: Policy, flags: PolicyFlags, updates: int) -> Optimizers:
     """Return what the entry in `OPTIMIZERS` makes.
 
-    Each trained parameter must be in exactly one optimizer. A schedule must be a LambdaLR, which checkpoints restore.
+    Each trained parameter, and nothing else, must be in exactly one optimizer. A schedule must be a LambdaLR, which
+    checkpoints restore.
     """
     optimizers = OPTIMIZERS["default"](policy, flags, updates)
+    are_pairs = isinstance(optimizers, list) and all(isinstance(each, tuple) and len(each) == 2 for each in optimizers)
+    if not (are_pairs and all(isinstance(s, LambdaLR) and s.optimizer is optimizer for optimizer, s in optimizers)):
+        raise UserError("OPTIMIZERS: expected a list of pairs, of an optimizer and its LambdaLR: use make_schedule")
     counts = Counter(p for optimizer, _ in optimizers for group in optimizer.param_groups for p in group["params"])
     for name, p in policy.named_parameters():
         if counts[p] != p.requires_grad:
             raise UserError(f"OPTIMIZERS: {name} is in {counts[p]} of them: put each trained parameter in exactly one")
-    if not all(isinstance(scheduler, LambdaLR) for _, scheduler in optimizers):
-        raise UserError("OPTIMIZERS: a schedule is no LambdaLR: use make_schedule, or a LambdaLR of your own")
+    if others := counts.keys() - set(policy.parameters()):
+        raise UserError(f"OPTIMIZERS: a parameter {tuple(others.pop().shape)} is not the policy's: leave it out")
     return optimizers
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from PIL import Image
 
-from common.environments import Reply
+from common.environments import MAX_STATE, Reply
 from grading.sandbox import load_function, parameters
 from inputs.images import allow_megapixels, decode_image
 
@@ -30,8 +30,11 @@ def take_turn(
     reward = float(reply.reward)
     if not abs(reward) < max_reward:  # nor if it is NaN
         raise ValueError(f"its reward is {reward:g}; expected a finite number")
+    state = pickle.dumps(own)
+    if len(state) > MAX_STATE:
+        raise ValueError(f"its state of {len(state):,} bytes is too large")
     if content is None:
-        return None, reward, pickle.dumps(own)
+        return None, reward, state
     if not isinstance(content, list) or not all(isinstance(part, str | Image.Image) for part in content):
         raise ValueError(f"it returned a {type(reply.content).__name__}; expected texts and images, or None")
     if (length := sum(len(part) for part in content if isinstance(part, str))) > max_text:
@@ -41,4 +44,4 @@ def take_turn(
         raise ValueError("its picture has no pixels")
     if (pixels := sum(sizes)) > max_megapixels * 1e6:  # of all pictures together, which are sent to the trainer
         raise ValueError(f"its pictures of {pixels / 1e6:,.0f} megapixels are too large")
-    return content, reward, pickle.dumps(own)
+    return content, reward, state

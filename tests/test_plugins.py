@@ -112,7 +112,7 @@ def test_evaluations_know_the_task_of_a_plugin(trained, mine, tmp_path):
     assert json.loads((tmp_path / "eval" / "scores.json").read_text())["exact_match"] == 0.5
     unknown = run_script("evaluate.py", *arguments(**flags))
     assert unknown.returncode == 2
-    assert "error: --task first_digit: choose one of count, vqa, math, or add a task with --plugin" in unknown.stderr
+    assert "error: --task first_digit: choose one of count, vqa, math, or add one with --plugin" in unknown.stderr
 
 
 def test_a_plugin_has_flags_and_a_benchmark(tiny_model, shapes, tmp_path):

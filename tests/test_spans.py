@@ -289,7 +289,7 @@ def test_the_page_shows_an_unscored_completion_beside_one_with_parts(tiny_model,
 
 def test_an_advantage_of_another_shape_is_refused_where_there_are_spans():
     rewards = group_rewards([[(span(0, 1, 1.0),), ()]], [[1.0, 1.0]])
-    with pytest.raises(UserError, match=r"--advantage: for rewards of parts, it must return one number each, \(1, 2\)"):
+    with pytest.raises(UserError, match=r"^--advantage: it returned float \(1, 2, 1\); expected float \(1, 2\)$"):
         spread_over_tokens(lambda part: part.total[..., None], rewards, 2)
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -71,9 +72,12 @@ class PromptStream:
         self.rewarded: dict[str, tuple[int, float]] = {}
         """How each row was rewarded so far: its scored completions, and the mean of their rewards; keys as above."""
 
-    def draw(self, positions: Iterable[int], step: int, cfg: Config | None = None) -> list[DrawnPrompt]:
+    def draw(self, positions: Sequence[int], step: int, cfg: Config | None = None) -> list[DrawnPrompt]:
         """Draw the prompts at `positions` after `step` steps; `ORDERS` decides which rows they are."""
-        return [DrawnPrompt(position, step, ORDERS["default"](self, position, cfg)) for position in positions]
+        rows = [ORDERS["default"](self, position, cfg) for position in positions]
+        if wrong := [row for row in rows if not (isinstance(row, Integral) and 0 <= row < len(self.samples))]:
+            raise UserError(f"ORDERS: it returned {wrong[0]!r}; expected a row, from 0 to {len(self.samples) - 1}")
+        return [DrawnPrompt(position, step, int(row)) for position, row in zip(positions, rows)]
 
     def assign_prompts(
         self, drawn: Sequence[DrawnPrompt], generations: int, max_length: int, tensor_parallel: int = 1

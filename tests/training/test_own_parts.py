@@ -158,7 +158,9 @@ def test_a_parameter_in_no_optimizer_is_named(own, tiny_model, shapes, tmp_path)
     with pytest.raises(UserError, match=r"^OPTIMIZERS: model\..*bias is in 0 of them: put each trained parameter in"):
         grpo.set_up(config(tiny_model, shapes, tmp_path))
     own(other_schedule)
-    with pytest.raises(UserError, match=r"^OPTIMIZERS: a schedule is no LambdaLR: use make_schedule"):
+    with pytest.raises(
+        UserError, match=r"^OPTIMIZERS: expected a list of pairs, .* and its LambdaLR: use make_schedule"
+    ):
         grpo.set_up(config(tiny_model, shapes, tmp_path))
 
 
