@@ -162,7 +162,15 @@ def launch(name: str, config: type | None = None, add_defaults: Callable[[list[s
     def start(arguments: list[str]) -> None:
         modules = [plugins.load(file) for file in plugins.find(arguments, getattr(config, "output", ""))]
         flags = functools.reduce(plugins.with_flags, modules, config or importlib.import_module(name).Config)
-        args = parse(flags, add_defaults(arguments))
+        try:
+            args = parse(flags, add_defaults(arguments))
+        except (
+            AssertionError,
+            AttributeError,
+            NameError,
+            TypeError,
+        ) as error:  # because of Flags
+            raise plugins.mistake(modules[-1].__file__, error) if modules else error from None
         args.plugin = tuple(module.__file__ for module in modules)
         distributed = importlib.import_module("common.distributed")  # not above, since it imports torch
         distributed.run(importlib.import_module(name).main, args)

@@ -13,7 +13,6 @@ from PIL import Image
 
 from common.errors import require
 
-
 MAX_STATE = 2**20  # bytes of what an episode keeps between its turns; there may be a thousand episodes
 
 

@@ -55,7 +55,7 @@ def find(arguments: list[str], output: str) -> list[str]:
 def of_run(folder: str | pathlib.Path) -> list[str]:
     """Return the plugins that the run in `folder` has recorded, and print which of them have changed since."""
     path = pathlib.Path(folder, "config.json")
-    recorded = path.is_file() and read_settings(path, plugin_sha256=dict | None).get("plugin_sha256") or {}
+    recorded = (path.is_file() and read_settings(path, plugin_sha256=dict | None).get("plugin_sha256")) or {}
     for file, digest in recorded.items():
         if os.path.isfile(file) and hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest() != digest:
             console.log(f"note: the plugin {file} has changed since it was recorded in {path}")
@@ -84,9 +84,15 @@ def load(file: str) -> ModuleType:
     try:
         return import_file(path)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - importing the file may raise anything
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-        line = lines[-1] if lines else getattr(error, "lineno", 1)
-        raise UserError(f"--plugin {file}, line {line}: {describe(error)}") from None
+        raise mistake(file, error) from None
+
+
+def mistake(file: str, error: BaseException) -> UserError:
+    """Return a UserError that names the plugin `file`, its line and the exception."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == os.path.realpath(file)]
+    line = lines[-1] if lines else getattr(error, "lineno", None)
+    return UserError(f"--plugin {file}{f', line {line}' if line else ''}: {describe(error)}")
 
 
 def import_file(file: str) -> ModuleType:
@@ -110,8 +116,9 @@ def with_flags(config: type, plugin: ModuleType) -> type:
     flags, where = getattr(plugin, "Flags", None), f"--plugin {plugin.__file__}"
     if flags is None:
         return config
-    if not (isinstance(flags, type) and dataclasses.is_dataclass(flags)):
-        raise UserError(f"{where}: the class Flags is no dataclass: write @dataclasses.dataclass above it")
+    is_one = isinstance(flags, type) and dataclasses.is_dataclass(flags)
+    if not is_one or flags.__dataclass_params__.frozen:
+        raise UserError(f"{where}: Flags is no dataclass, or is frozen: write @dataclasses.dataclass above the class")
     known = {*dir(config), *(field.name for field in dataclasses.fields(config)), *TAKEN}
     names = [*(field.name for field in dataclasses.fields(flags)), *(name for name in vars(flags) if name[:2] != "__")]
     if taken := [name for name in names if name in known]:
@@ -120,21 +127,17 @@ def with_flags(config: type, plugin: ModuleType) -> type:
     for field in dataclasses.fields(flags):  # else, flags without a default could not follow them
         field.kw_only = True
 
-    try:
+    @dataclasses.dataclass
+    class Config(config, flags):  # type: ignore[valid-type, misc]
+        __doc__ = config.__doc__
 
-        @dataclasses.dataclass
-        class Config(config, flags):  # type: ignore[valid-type, misc]
-            __doc__ = config.__doc__
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            getattr(flags, "__post_init__", lambda _: None)(self)
+            for field in dataclasses.fields(flags):
+                kind = type(value := getattr(self, field.name, None)).__name__
+                require(_is_plain(value), f"{field.name} is a {kind}: make it a number, a text or a tuple of these")
 
-            def __post_init__(self) -> None:
-                super().__post_init__()
-                getattr(flags, "__post_init__", lambda _: None)(self)
-                for field in dataclasses.fields(flags):
-                    kind = type(value := getattr(self, field.name, None)).__name__
-                    require(_is_plain(value), f"{field.name} is a {kind}: make it a number, a text or a tuple of these")
-
-    except TypeError as error:  # if it is frozen, for example
-        raise UserError(f"{where}: the class Flags cannot be joined to the other flags ({error})") from None
     return Config
 
 

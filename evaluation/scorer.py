@@ -273,6 +273,6 @@ def _are_spans(value: list) -> bool:
     if not all(isinstance(span, list | tuple) and len(span) == 3 for span in value):
         return False
     edges = [edge for start, end, _ in value for edge in (start, end)]
-    are_numbers = all(isinstance(x, Real) for *_, x in value) and -MAX_REWARD < sum(x for *_, x in value) < MAX_REWARD
+    are_numbers = all(isinstance(x, Real) for *_, x in value) and abs(sum(float(x) for *_, x in value)) < MAX_REWARD
     are_ordered = all(isinstance(x, Integral) for x in edges) and edges == sorted(edges) and min(edges, default=0) >= 0
     return are_numbers and are_ordered and all(start < end for start, end, _ in value)

@@ -3,6 +3,8 @@
 import functools
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 
@@ -33,6 +35,27 @@ def test_what_fits_comes_with_its_command_and_its_memory(tiny_model, capsys):
         assert parsed == config.Config(
             model=tiny_model, task="vqa", data="train.jsonl", beta=0.01, reward=("a.py:f", "b.py:g=2"), **changed
         )
+
+
+def test_the_number_of_prompts_may_be_changed(tiny_model, capsys):
+    """Its default is not divided by 48."""
+    fits.main(fits.Config(model=tiny_model, prompts_per_step=48))
+    assert capsys.readouterr().out.count(" --prompts_per_step=48") == len(METHODS)
+
+
+def test_a_size_is_found_in_upper_case():
+    assert fits.Config(model="7B").model == "7b" and fits.Config(model="runs/7B").model == "runs/7B"
+
+
+def test_an_environment_comes_with_its_plugin(tiny_model):
+    """Without the plugin, the commands would not work."""
+    flags = ["--model", tiny_model, "--env", "zoom"]
+    done = subprocess.run([sys.executable, "-m", "apps.fits", *flags], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: --env zoom: add one with --plugin FILE\n")
+    flags += ["--plugin", "examples/zoom.py"]
+    done = subprocess.run([sys.executable, "-m", "apps.fits", *flags], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"--plugin={ROOT}/examples/zoom.py --env=zoom") == len(METHODS), done.stdout
 
 
 def test_what_does_not_fit_says_why_and_comes_last(capsys):

@@ -9,16 +9,20 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 
 import pytest
 import torch
 
+import config
 import rewards
-from common import plugins
+from common import cli, plugins
 from common.errors import UserError
 from common.files import read_jsonl
 from common.records import Rollout
 from config import RewardFlags
+from evaluation import lmms_eval
+from evaluation.run_flags import run_flags
 from evaluation.scorer import Scorer
 from tests.helpers.marks import slow
 from tests.helpers.rows import make_sample
@@ -196,7 +200,19 @@ def test_mistakes_in_a_plugin_are_one_line(tmp_path):
         "fine": flags.format("own"),
         "again": flags.format("own"),
         "broken": "import syntax\n",
+        "frozen": flags.format("x").replace("dataclass\n", "dataclass(frozen=True)\n"),
+        "made": flags.format("x") + "Flags = Flags()\n",
+        "recorded": flags.format("total_steps"),
+        "constant": flags.format("x") + "    max_steps: typing.ClassVar[int] = 1\n",
+        "function": flags.format("x") + "    def check_run(self): pass\n",
+        "twin": flags.format("no_overwrite: bool = False\n    x"),
+        "unknown": flags.format("y: 'Nowhere' = 1\n    x"),
+        "unset": flags.format("y: int = dataclasses.field(init=False)\n    x"),
+        "silent": "class E(Exception):\n    def __str__(self): raise E\nraise E\n",
+        "coloured": "raise ValueError('\\x1b[31m \\udcff')\n",
+        "loss": "import grpo\ngrpo.LOSSES['own'] = grpo.Loss(print, 'word', 0.2, 0.2)\n",
     }
+    sources["constant"] = "import typing\n" + sources["constant"]
     file = {name: str(tmp_path / f"{name}.py") for name in sources}
     for name, source in sources.items():
         pathlib.Path(file[name]).write_text(source)
@@ -211,12 +227,101 @@ def test_mistakes_in_a_plugin_are_one_line(tmp_path):
         ([file["taken"]], f"--plugin {file['taken']}: the flag max_steps exists already: choose another name"),
         ([file["method"]], "the flag check_rows exists already"),
         ([file["fine"], file["again"]], f"--plugin {file['again']}: the flag own exists already"),
-        ([file["bare"]], "the class Flags is no dataclass: write @dataclasses.dataclass above it"),
+        ([file["bare"]], "Flags is no dataclass, or is frozen: write @dataclasses.dataclass above the class"),
+        ([file["frozen"]], f"--plugin {file['frozen']}: Flags is no dataclass, or is frozen: write"),
+        ([file["made"]], f"--plugin {file['made']}: Flags is no dataclass"),
+        ([file["recorded"]], "the flag total_steps exists already"),
+        ([file["constant"]], "the flag max_steps exists already"),
+        ([file["function"]], "the flag check_run exists already"),
+        ([file["twin"]], f"--plugin {file['twin']}: AssertionError: Name conflict"),
+        ([file["unknown"]], f"--plugin {file['unknown']}: NameError: name 'Nowhere' is not defined"),
+        ([file["unset"]], f"--plugin {file['unset']}: AttributeError: 'Config' object has no attribute 'y'"),
+        ([file["silent"]], f"--plugin {file['silent']}, line 3: E\n"),
+        ([file["coloured"]], f"--plugin {file['coloured']}, line 1: ValueError: \\x1b[31m \\udcff\n"),
+        ([file["loss"]], f"--plugin {file['loss']}, line 2: ValidationError: 1 validation error for Loss"),
     ]
     with ThreadPoolExecutor(2) as pool:
         for (_, message), done in zip(cases, pool.map(lambda case: _start(tmp_path, case[0]), cases)):
             assert done.returncode == 2 and done.stderr.startswith("error: "), done.stderr
             assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("pathlib.Path", "pathlib.Path('x')"),
+        ("Colour", "Colour.RED"),
+        ("bytes", "b'x'"),
+        ("set[int]", "dataclasses.field(default_factory=set)"),
+        ("dict[str, int]", "dataclasses.field(default_factory=dict)"),
+        ("torch.dtype", "torch.float32"),
+        ("typing.Any", "object()"),
+        ("tuple[pathlib.Path, ...]", "(pathlib.Path('x'),)"),
+    ],
+)
+def test_a_flag_that_config_json_cannot_hold_is_refused(kind, value, capsys):
+    imports = "import dataclasses, enum, pathlib, torch, typing\nclass Colour(str, enum.Enum):\n    RED = 'red'\n"
+    own = ModuleType("own")
+    own.__file__ = "own.py"
+    exec(f"{imports}@dataclasses.dataclass\nclass Flags:\n    x: {kind} = {value}\n", vars(own))
+    with pytest.raises(SystemExit) as stopped:
+        cli.parse(plugins.with_flags(config.Config, own), ["--data=x"])
+    assert stopped.value.code == 2
+    printed = " ".join(capsys.readouterr().err.split())
+    assert re.search(r"x is a \w+: make it a number, a text or a tuple of these", printed), printed
+
+
+def test_flags_of_plain_types_are_taken(monkeypatch):
+    own, none = ModuleType("own"), ModuleType("none")
+    types = "    a: int = 1\n    b: str | None = None\n    c: tuple[float, ...] = (1.0, 2.0)\n    d: bool = False\n"
+    exec(f"import dataclasses\n@dataclasses.dataclass\nclass Flags:\n{types}", vars(own))
+    own.__file__, none.__file__, none.Flags = "own.py", "none.py", None
+    flags = plugins.with_flags(plugins.with_flags(config.Config, own), none)
+    assert cli.parse(flags, ["--data=x", "--c", "3", "4", "--d"]).c == (3.0, 4.0)
+    monkeypatch.setattr(plugins, "_modules", {"own.py": own, "none.py": none})
+    assert plugins.record()["plugin_flags"] == ["a", "b", "c", "d"]
+
+
+GOOD = {"model": "m", "task": "count", "eval_data": "rows", "max_completion_length": 12, "plugin_sha256": {}}
+SHAPES = ["[]", '"text"', "3", "null", "[" * 100_000, "\xff", json.dumps(GOOD | {"plugin_sha256": ["a"]})]
+
+
+@pytest.mark.parametrize("text", SHAPES)
+def test_a_config_of_another_shape_is_refused_at_resume(text, tmp_path):
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(UserError, match=r"config.json cannot be read: restore it, or use a new --output without"):
+        plugins.find(["--resume", "--output", str(tmp_path)], "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [*SHAPES[:-1]]
+    + [json.dumps({name: value for name, value in GOOD.items() if name != left}) for left in ("model", "task")]
+    + [json.dumps(GOOD | change) for change in ({"model": 3}, {"plugin_flags": "x"}, {"max_completion_length": None})],
+)
+def test_a_config_of_another_shape_is_refused_at_an_evaluation(text, tmp_path):
+    (tmp_path / "final").mkdir()
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(UserError, match=r"config.json cannot be read: restore it"):
+        run_flags(tmp_path, set())
+    with pytest.raises((UserError, KeyError)):
+        lmms_eval.main(str(tmp_path))
+
+
+def test_a_flag_that_config_json_lacks_is_left_out(tmp_path):
+    (tmp_path / "final").mkdir()
+    settings = GOOD | {"plugin_flags": ["a", "b", ["c"]], "a": 2, "max_completion_length": "12"}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    flags = run_flags(tmp_path, set())
+    assert flags["a"] == 2 and flags["max_completion_length"] == "12" and "b" not in flags
+
+
+def test_the_refusal_of_an_evaluation_is_one_line(tmp_path):
+    (tmp_path / "final").mkdir()
+    (tmp_path / "config.json").write_text("[]")
+    command = [sys.executable, "-m", "evaluation.run_flags", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
 def _start(folder: pathlib.Path, files: list[str]) -> subprocess.CompletedProcess:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -113,6 +114,48 @@ def test_spans_out_of_order_are_named(tmp_path, body):
     sample = make_sample("q", "3", [], "rows.jsonl row 1")
     _, error = scorer(tmp_path, body)([sample], [[Rollout(torch.arange(4), torch.zeros(4), text="3 abc")]])
     assert "own.py:own on rows.jsonl row 1" in error and "in order that do not overlap" in error
+
+
+def scored_with(tmp_path, body: str, text: str, *more: str) -> tuple[Rewards, str | None]:
+    rollout = Rollout(torch.arange(4), torch.zeros(4), text=text)
+    (((rewards,),), error) = scorer(tmp_path, body, *more)([make_sample("q", "3", [], "row 1")], [[rollout]])
+    return rewards, error
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    values = "numpy.float32(0.5), numpy.uint8(200), numpy.float64(1), numpy.uint8(200)"
+    body = f"[(numpy.int64(i), numpy.uint8(i + 1), x) for i, x in enumerate([{values}])]"
+    rewards, error = scored_with(tmp_path, body.replace("numpy", "__import__('numpy')"), "abcd")
+    assert error is None and rewards.total == 2 * 401.5
+    assert {type(x) for each in rewards.spans for x in (each.start, each.end, each.rewards.total)} == {int, float}
+
+
+def test_the_sum_of_spans_has_the_bound_of_a_reward(tmp_path):
+    rewards, error = scored_with(tmp_path, "[(i, i + 1, 6e14) for i in range(2)]", "abcd")
+    assert math.isnan(rewards.total) and "expected a finite number, or spans" in error
+
+
+def test_spans_beyond_the_end_are_told_once(tmp_path, capsys):
+    score = scorer(tmp_path, "[(0, 2, 0.5), (4, 9, 1.0)]")
+    rollouts = [Rollout(torch.arange(4), torch.zeros(4), text="3 abc") for _ in range(3)]
+    _, error = score([make_sample("q", "3", [], "row 1")], [rollouts])
+    told = "own returned a span that ends at 9, in a text of 5 characters: no token gets what lies beyond\n"
+    printed = capsys.readouterr().err
+    assert error is None and printed.startswith("note: ") and printed.endswith(told) and printed.count("note") == 1
+    scored_with(tmp_path, "[(0, 5, 0.5)]", "3 abc")
+    assert not capsys.readouterr().err
+
+
+def test_many_spans_take_the_time_of_one_walk(tmp_path):
+    """The square of their number would be 10^10 here, which no time limit would see."""
+    (tmp_path / "other.py").write_text("def other(completion, answer):\n    return [(3, 99_999, 7.0)]\n")
+    started = time.perf_counter()
+    body = "[(i, i + 1, float(i)) for i in range(100_000)]"
+    rewards, error = scored_with(tmp_path, body, "a" * 100_000, f"{tmp_path}/other.py:other")
+    assert error is None and len(rewards.spans) == 100_000
+    assert [rewards.spans[i].rewards.parts["other"] for i in (2, 3, 99_998, 99_999)] == [7.0] * 4
+    assert rewards.spans[50].rewards.parts["own"] == 50.0
+    assert time.perf_counter() - started < 30
 
 
 def test_two_rewards_of_spans_are_added_where_they_overlap(tmp_path):

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import grpo
-from common import cli
+from common import cli, console
 
 
 @dataclasses.dataclass
@@ -48,6 +48,12 @@ def test_help_joins_the_lines_of_a_flag(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cli.parse(Config)
     assert "First line, and (second) line." in capsys.readouterr().out
+
+
+def test_control_characters_are_not_printed(capsys):
+    """A model, or a plugin, could otherwise act on the terminal. Lines, tabs and other scripts stay."""
+    console.log("a\x1b[2J\r\x9b\udcff\nb\té\u200c")
+    assert capsys.readouterr().err == "a\\x1b[2J\\r\\x9b\\udcff\nb\té\u200c\n"
 
 
 def test_arguments_of_a_script():

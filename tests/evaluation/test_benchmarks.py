@@ -36,6 +36,7 @@ from evaluation.benchmarks import (
     judge_benchmark,
     load_benchmark,
     normalise_mathvista,
+    to_sample,
 )
 from evaluation.held_out import open_progress
 from evaluation.metrics import format_table, pair_predictions, score_difference, summarise_benchmark
@@ -54,6 +55,32 @@ def judged(name: str, rows: list[dict], server=None) -> list[dict]:
     outputs = [{"responses": row.pop("responses", None) or [row.pop("response")]} for row in rows]
     samples = [make_sample(benchmark.prompt(r), benchmark.gold(r), [], f"row {i}", r) for i, r in enumerate(rows, 1)]
     return judge_benchmark(name, samples, outputs, server)
+
+
+@pytest.mark.parametrize("returned", [True, 1.0, None, ("a", True)])
+def test_a_judge_that_returns_no_judgement_is_refused(returned, monkeypatch):
+    monkeypatch.setitem(BENCHMARKS, "aime24", replace(BENCHMARKS["aime24"], judge=lambda *_: returned))
+    with pytest.raises(UserError, match=r"^--benchmark aime24: its judge returned a \w+; expected a Judgement$"):
+        judged("aime24", [{"problem": "?", "answer": "1", "response": "1"}])
+
+
+@pytest.mark.parametrize("change", [{"prompt": lambda row: row["answer"]}, {"gold": lambda row: row["answer"]}])
+def test_a_prompt_and_a_gold_answer_are_texts(change, monkeypatch):
+    monkeypatch.setitem(BENCHMARKS, "aime24", replace(BENCHMARKS["aime24"], **change))
+    with pytest.raises(UserError, match=r"^--benchmark aime24: its prompt and its gold must return texts$"):
+        to_sample("aime24", "row 1", {"problem": "?", "answer": 1})
+
+
+@pytest.mark.parametrize("change", [{"columns": "problem"}, {"judge": "exact"}, {"image_column": 3}, {"hub": None}])
+def test_a_benchmark_with_a_field_of_another_type_cannot_be_made(change):
+    with pytest.raises(ValueError, match="1 validation error for Benchmark"):
+        replace(BENCHMARKS["aime24"], **change)
+
+
+def test_an_entry_that_is_no_benchmark_is_refused(monkeypatch):
+    monkeypatch.setitem(BENCHMARKS, "aime24", print)
+    with pytest.raises(UserError, match=r"^--benchmark aime24: its entry is a builtin_function_or_method; exp"):
+        evaluate.Judge(Config(benchmark="aime24", predictions="x"))
 
 
 def right(name: str, row: dict, *responses: str) -> list[bool]:

@@ -299,6 +299,22 @@ def odd(): return lambda: 0
 def parent(): return os.getppid()
 def end():
     os.kill(os.getppid(), 9)
+def half():
+    for pipe in range(3, 30):
+        try: os.write(pipe, bytes([0, 1, 0, 0]))
+        except OSError: pass
+    time.sleep(9)
+def closed():
+    os.closerange(3, 99)
+def holder():
+    if not os.fork():
+        os.setsid()
+        time.sleep(15)
+        os._exit(0)
+    os.kill(os.getppid(), 9)
+class Silent(Exception):
+    def __str__(self): raise RuntimeError
+def unprintable(): raise Silent
 """
 
 
@@ -308,6 +324,17 @@ def workers(tmp_path):
     names = [f"{tmp_path}/t.py:{name}" for name in re.findall(r"^def (\w+)", TROUBLE, re.MULTILINE)]
     pool = WorkerPool(1, names)
     return lambda name, seconds=5.0, **arguments: pool.call(f"{tmp_path}/t.py:{name}", seconds, arguments)
+
+
+def test_a_damaged_pipe_hangs_nothing(workers):
+    """Neither one that holds half an answer, nor one that a process of the call holds open."""
+    for name, kind in [("half", CallLost), ("closed", CallLost), ("holder", CallLost), ("unprintable", CallFailed)]:
+        start = time.perf_counter()
+        with pytest.raises(kind) as error:
+            workers(name, 0.5)
+        assert time.perf_counter() - start < 10, name
+        assert str(error.value) in ("its process died, perhaps out of memory", "its worker process died", "Silent")
+        assert workers("echo", x=name) == name
 
 
 def test_workers_outlive_whatever_a_call_does(workers):

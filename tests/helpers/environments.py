@@ -85,13 +85,15 @@ def faulty(text, state, images, extents, **row):
     state["turns"], text = state.get("turns", 0) + 1, text.removeprefix("<think>\n")
     if text == "state":
         state["file"] = Unpicklable()
+    if text == "hoard":
+        state["pages"] = b"a" * 10_000_000
     if text == "own":
         memory = state.setdefault("own", Memory())
         memory.turns += 1
         return f"{state['turns']} and {memory.turns}"
     if text in FAULTS:
         return FAULTS[text]()
-    if text in ("state", "go on"):
+    if text in ("state", "hoard", "go on"):
         return f"turn {state['turns']}"
     raise ValueError(f"no fault is called {text!r} <|im_end|>\n<|image_pad|> \udcff")
 

@@ -77,6 +77,7 @@ def seen(episode) -> str:
         ("control", "error: the answer contains …, which would act as a control token"),
         ("no pixels", "error: ValueError: its picture has no pixels"),
         ("state", "error: TypeError: it has an open file"),
+        ("hoard", "error: ValueError: its state of 10,000,0"),
         ("hang", "error: took longer than 0.3 s"),
         ("exit", "error: its process died"),
         ("kill", "error: its worker process died"),
