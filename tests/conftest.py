@@ -67,12 +67,9 @@ def process_groups() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> str:
-    from apps.demo import tiny
+    from tests.helpers import tiny
 
-    folder = tmp_path_factory.mktemp("tiny") / "model"
-    tokenizer = tiny.byte_tokenizer()
-    tiny.save(tiny.build_model(tokenizer, seed=0), tokenizer, folder)
-    return str(folder)
+    return tiny.save_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture(scope="session")
@@ -95,10 +92,11 @@ def tiny_qwen3_vl(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def shapes(tmp_path_factory) -> str:
-    from apps.demo import tiny
+    """Twelve drawings, of 1 to 6 shapes each, beside a main.csv."""
+    from tests.helpers.scripts import VECTORS
 
     folder = tmp_path_factory.mktemp("data") / "shapes"
-    tiny.write_shapes(folder, 12, [0, 0])
+    shutil.copytree(VECTORS / "shapes", folder)
     return str(folder)
 
 

@@ -13,6 +13,7 @@ import grpo
 from common.errors import UserError
 from common.files import read_jsonl
 from data import encode_prompt, load_processor, load_samples
+from tests.helpers import tiny
 from tests.helpers.models import plain_logprobs
 from tests.helpers.runs import SMALL, config, difference
 from tests.helpers.scripts import run_script
@@ -67,12 +68,7 @@ def test_the_gradient_is_that_of_the_reverse_kl():
 @pytest.fixture(scope="module")
 def other_model(tiny_model, tmp_path_factory) -> str:
     """Return a model of the same family and vocabulary with other weights."""
-    from apps.demo import tiny
-
-    folder = tmp_path_factory.mktemp("other") / "model"
-    tokenizer = tiny.byte_tokenizer()
-    tiny.save(tiny.build_model(tokenizer, seed=1), tokenizer, folder)
-    return str(folder)
+    return tiny.save_model(tmp_path_factory.mktemp("other") / "model", seed=1)
 
 
 STUDENT_SEES = {  # less than the teacher; of `teacher_images`, their columns say so
@@ -151,11 +147,9 @@ def test_two_processes_make_the_same_run(tiny_model, other_model, shapes, tmp_pa
 
 
 def test_teachers_that_cannot_teach_are_refused(tiny_model, shapes, tmp_path):
-    from apps.demo import tiny
-
-    tokenizer = tiny.byte_tokenizer()
+    tokenizer = tiny.load_tokenizer()
     tokenizer.add_tokens(["<extra>"])
-    tiny.save(tiny.build_model(tokenizer, seed=1), tokenizer, tmp_path / "other")
+    tiny.save_model(tmp_path / "other", seed=1, tokenizer=tokenizer)
     with pytest.raises(UserError, match=r"has another vocabulary than --model .*'<extra>'"):
         grpo.main(config(tiny_model, shapes, tmp_path / "a", teacher=str(tmp_path / "other")))
     with pytest.raises(UserError, match="every reward has the weight 0"):

@@ -42,6 +42,8 @@ from evaluation.held_out import open_progress
 from evaluation.metrics import format_table, pair_predictions, score_difference, summarise_benchmark
 from grading.answers import answer_part, chosen_letter, extract_choice, math_answers, short_answer, whole_number
 from grading.verifier import ReplyCache, Verifier
+from policy.model import untie
+from tests.helpers import tiny
 from tests.helpers.rows import make_sample
 from tests.helpers.scripts import ROOT, VECTORS, run_script
 
@@ -767,10 +769,7 @@ def flags_of(tiny_model: str, mme_folder: str) -> dict:
 
 def test_two_models_side_by_side(tiny_model, mme_folder, tmp_path, capsys):
     """Compare two models, then compare predictions with an earlier evaluation. The page must show what changed."""
-    from apps.demo import tiny
-
-    tokenizer = tiny.byte_tokenizer()
-    tiny.save(tiny.build_model(tokenizer, seed=5), tokenizer, tmp_path / "other")
+    tiny.save_model(tmp_path / "other", seed=5)
     flags = flags_of(tiny_model, mme_folder)
     evaluate.main(Config(**flags, output=f"{tmp_path}/o", baseline=f"{tmp_path}/other"))
     scores = json.loads((tmp_path / "o" / "scores.json").read_text())
@@ -791,14 +790,12 @@ def test_two_models_side_by_side(tiny_model, mme_folder, tmp_path, capsys):
     assert "Wrong before, right after: 6" in page
     assert page.count("<article>") == page.count("<caption>before</caption>") == page.count("<caption>after</caption>")
     assert page.count('<td class="number">yes</td>') == page.count('<td class="number">no</td>') == 2 * 6
-    narrow, untied = (tiny.build_model(tokenizer, seed=0).config for _ in range(2))
-    narrow.text_config.intermediate_size = 64
-    untied.tie_word_embeddings = untied.text_config.tie_word_embeddings = False
-    from transformers import Qwen2_5_VLForConditionalGeneration
-
-    cases = (("narrow", narrow, "has a different shape"), ("untied", untied, "its lm_head.weight .*or only one has it"))
-    for name, other, reason in cases:
-        tiny.save(Qwen2_5_VLForConditionalGeneration(other), tokenizer, tmp_path / name)
+    cases = (
+        ("narrow", lambda config: setattr(config.text_config, "intermediate_size", 64), "has a different shape"),
+        ("untied", untie, "its lm_head.weight .*or only one has it"),
+    )
+    for name, change, reason in cases:
+        tiny.save_model(tmp_path / name, change=change)
         with pytest.raises(UserError, match=reason):
             evaluate.main(Config(**flags, output=f"{tmp_path}/no", baseline=f"{tmp_path}/{name}"))
     with pytest.raises(UserError, match="or only one has it"):

@@ -16,12 +16,12 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from transformers.models.idefics3 import Idefics3VisionConfig
 
-from apps.demo import tiny
 from common.errors import UserError
 from common.records import Completion, Group, Prompt, Rewards, Rollout, ScoredGroup, Trajectory
 from data import Processor, encode_prompt, prompt_position_ids
 from policy import delta_net
 from policy.families import Vision, find_family
+from tests.helpers import tiny
 from tests.helpers.rows import make_sample
 
 IMAGE, VISION_START, VISION_END, VIDEO = 250, 251, 252, 253
@@ -304,7 +304,7 @@ def _write_settings_for_vllm(row: Tiny, folder: pathlib.Path) -> None:
 
 def _tokenizer(row: Tiny, vision: Vision | None) -> transformers.PreTrainedTokenizerFast:
     """Return the demo's byte tokenizer with the special tokens and the chat template of a family."""
-    base = tiny.byte_tokenizer()
+    base = tiny.load_tokenizer()
     special = re.findall(r"<[^>]+>", row.chat_image + (vision.expansion if vision else ""))
     base.backend_tokenizer.add_special_tokens([*special, *(row.roles or {}).values()])
     image = "<|vision_start|><|image_pad|><|vision_end|>"
