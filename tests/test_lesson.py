@@ -16,15 +16,18 @@ import torch
 
 import grpo
 import rewards
-from apps.demo import tiny
 from common.records import Completion, Group, Rewards, Rollout, ScoredGroup
 from config import Config
 from data import encode_prompts, load_processor, load_samples
-from lesson import check, figures, make_notebook
-from lesson import grpo_in_one_file as one_file
 from packing import pack
 from policy.forward import enable_packed_forward
 from policy.model import Policy
+
+pytest.importorskip("lesson.check", reason="needs lesson/, which is not here")
+
+from apps.demo import tiny
+from lesson import check, figures, make_notebook
+from lesson import grpo_in_one_file as one_file
 
 LESSON = pathlib.Path(__file__).parent.parent / "lesson"
 README = (LESSON / "README.md").read_text()

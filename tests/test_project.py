@@ -21,14 +21,17 @@ import evaluate
 import grpo
 import merge_lora
 import sft
-from apps import fits
-from apps.demo import real, smoke, tiny, zoom
-from apps.service import app
-from lesson import grpo_in_one_file
 from tests.helpers.marks import slow
 from tests.helpers.scripts import ROOT, tracked_files
 from tests.helpers.versions import normalise
 from training import checkpoint, report
+
+pytest.importorskip("apps", reason="checks the whole tree, and apps/ is not here")
+
+from apps import fits
+from apps.demo import real, smoke, tiny, zoom
+from apps.service import app
+from lesson import grpo_in_one_file
 
 FRONT = ["grpo", "sft", "packing", "rollout", "rewards", "data", "config", "evaluate", "merge_lora"]
 ROOMS = [

@@ -18,8 +18,6 @@ import data
 import evaluate
 import grpo
 import sft
-from apps import fits
-from apps.demo import real
 from common import hub
 from common.cli import parse
 from common.errors import UserError
@@ -28,6 +26,11 @@ from config import Config, with_recipe
 from recipes import geo3k, sums
 from tests.helpers.runs import SMALL
 from tests.helpers.scripts import ROOT
+
+pytest.importorskip("apps", reason="needs apps/, which is not here")
+
+from apps import fits
+from apps.demo import real
 
 RECIPES = sorted((ROOT / "recipes").glob("*.flags"))
 

@@ -18,11 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import grpo
-from apps.demo import tiny
 from common.errors import UserError
 from common.files import read_jsonl
 from evaluation.run_flags import run_flags
 from tests.helpers.scripts import ROOT, free_port
+
+pytest.importorskip("apps", reason="needs apps/, which is not here")
+
+from apps.demo import tiny
 
 SLOW = pytest.mark.slow
 RECIPES = ["count"]

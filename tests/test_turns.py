@@ -35,6 +35,7 @@ from policy.families import find_family
 from policy.model import load_model, load_policy
 from sampling.episodes import Episodes
 from sampling.hf_engine import HFEngine, PolicyEngine
+from tests.helpers.marks import needs
 from tests.helpers.models import FAMILIES, TEXT, TOKENS, WITH_IMAGES, save_tiny
 from tests.helpers.rows import make_sample
 from tests.helpers.runs import config, difference, metrics, weights
@@ -535,6 +536,7 @@ def test_a_run_resumes_with_its_own_environment(run, talker, shapes, tmp_path):
         grpo.main(config(talker, shapes, tmp_path / "run", resume="newest", max_steps=4, **TURNS | {"env": "over"}))
 
 
+@needs("examples")
 def test_a_sampler_without_turns_is_refused_in_one_line(talker, shapes, tmp_path):
     done = run_script(
         "grpo.py", *flags_of(talker, shapes, tmp_path), "--plugin=examples/http_sampler.py", "--engine=http"

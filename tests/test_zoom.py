@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from apps.demo import tiny, zoom
 from common.files import read_jsonl
 from common.records import Prompt, Trajectory
 from data import encode_prompt, encode_response, load_processor, load_samples, use_environment
 from sampling.episodes import Episodes
 from tests.helpers.scripts import ROOT, run_script
+
+pytest.importorskip("apps", reason="needs apps/, which is not here")
+
+from apps.demo import tiny, zoom
 
 pytestmark = pytest.mark.usefixtures("environments")
 SEEN = dict(min_pixels=zoom.SEEN**2, max_pixels=zoom.SEEN**2)

@@ -37,17 +37,20 @@ from safetensors.numpy import load_file, save_file
 from starlette.requests import Request
 
 import grpo
-from apps.demo import tiny
-from apps.service.app import Config, check_address, find_model, job_info, pack_result, read_token, train
-from apps.service.jobs import Job, Store, used_bytes
-from apps.service.middleware import AccessMiddleware, OncePerSecond
-from apps.service.schema import LoraConfig, TrainingConfig, TrainRequest
 from common.errors import UserError
 from common.files import release_locks
 from tests.helpers.marks import slow
 from tests.helpers.scripts import ROOT, free_port
 from tests.service.clients import call_nine_endpoints, run_documented_client
 from training.report import write_page
+
+pytest.importorskip("apps", reason="needs apps/, which is not here")
+
+from apps.demo import tiny
+from apps.service.app import Config, check_address, find_model, job_info, pack_result, read_token, train
+from apps.service.jobs import Job, Store, used_bytes
+from apps.service.middleware import AccessMiddleware, OncePerSecond
+from apps.service.schema import LoraConfig, TrainingConfig, TrainRequest
 
 TRAINED = ("completed", "failed", "cancelled")
 QUICK = {
