@@ -138,6 +138,14 @@ def run(main: Callable[[T], None], args: T) -> None:
         message, status = str(error), error.status
     except UserError as error:
         message, status = f"error: {error}", 2
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "parts":
+            raise
+        missing = error.name.replace(".", "/")
+        message, status = (
+            f"error: this needs {missing}, which is not here: restore it, or leave out what asks for it",
+            2,
+        )
     except OSError as error:
         if error.errno not in BAD_PATH:
             raise

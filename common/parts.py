@@ -1,0 +1,11 @@
+"""Parts that a run uses if they are here, and does without if not. They change its speed and its pages, no number."""
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+
+def extra(name: str) -> ModuleType | None:
+    """Return the module `name` of parts/, or None if it is not here."""
+    is_here = importlib.util.find_spec("parts") and importlib.util.find_spec(f"parts.{name}")
+    return importlib.import_module(f"parts.{name}") if is_here else None
