@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import flash_attention
+from common.parts import extra
 from common.records import Completion, Group, Prompt
 from common.row_copies import RowCopies, copy_rows
 
@@ -299,20 +299,32 @@ def attend(
 
     `cu_lens` are the cumulative lengths of the segments' queries and keys, `max_lens` the largest number of each in a
     segment. `window` is the number of keys before and after its own that a query attends to: `EVERYTHING`, `CAUSAL`, or
-    (w, 0). On a GPU in half precision, this calls torch's `varlen_attn` or, for `CAUSAL` and heads of 128 on a Hopper
-    GPU, FlashAttention 4 if it is installed. In all other cases, it makes one SDPA call per segment.
+    (w, 0). On a GPU in half precision, this calls torch's `varlen_attn` or, where it can, the faster kernel of
+    parts/fast. In all other cases, it makes one SDPA call per segment.
     """
     if not _has_kernel(q):
         return _attend_sdpa(q, k, v, cu_lens, scale, window)
-    if window == CAUSAL and q.shape[-1] == flash_attention.HEAD_DIM and flash_attention.is_available():
+    if window == CAUSAL and q.shape[-1] == flash_head_dim():
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        return flash_attention.attend(q, k, v, *cu_lens, *max_lens, scale)[0]
+        return torch.ops.grpo_vlm.flash_attention(q, k, v, *cu_lens, *max_lens, scale)[0]
     from torch.nn.attention.varlen import varlen_attn
 
     options = {"scale": scale, "window_size": window}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 lacks this flag and does not need it
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     return varlen_attn(q, k, v, *cu_lens, *max_lens, **options)
+
+
+@torch.compiler.assume_constant_result  # has no effect on a function with a cache
+def flash_head_dim() -> int:
+    """Return the size of the heads for which parts/fast has FlashAttention 4; 0 if it cannot be used."""
+    return _flash_head_dim()
+
+
+@functools.cache
+def _flash_head_dim() -> int:
+    fast = extra("fast")
+    return fast.flash_head_dim() if fast else 0
 
 
 def _has_kernel(q: Tensor) -> bool:

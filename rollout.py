@@ -259,14 +259,14 @@ class VLLMEngine:
         episodes: Episodes | None = None,
     ) -> list[list[Rollout]]:
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        before = scheduler.preemptions
+        before = getattr(scheduler, "preemptions", 0)  # parts/fast counts them
         if episodes:
             rollouts = self._take_turns(prompts, seeds, sampling, episodes)
         else:
             rollouts = self._sample(prompts, seeds, sampling, continuation)
-        if scheduler.preemptions and not before:  # once per run
+        if not before and (times := getattr(scheduler, "preemptions", 0)):  # once per run
             console.log(
-                f"vLLM's memory was full: in this step it preempted completions {scheduler.preemptions} times and "
+                f"vLLM's memory was full: in this step it preempted completions {times} times and "
                 f"recomputed them; a --vllm_memory above {self.flags.vllm_memory:.2f} or fewer --vllm_sequences helps"
             )
         return rollouts

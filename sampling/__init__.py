@@ -1,8 +1,7 @@
 """What only samplers need; `rollout.py` has the interface, the table of samplers and vLLM's.
 
 Imports the packages and modules up to `data`. Start reading at `hf_engine.py`, the sampler without vLLM.
-`vllm_start.py` starts vLLM inside the training process, and `vllm_worker.py` lets it share the GPU with the trainer.
-`vllm_checks.py` compares its tokens, pixels and weights with the trainer's. `vllm_logprobs.py` computes logits exactly.
-`vllm_loop.py` can stop early (`continuation.py`). `fast_decode.py` is an optional, faster scheduler.
-`episodes.py` has episodes of several turns (`replies.py`), which `feed.py` and `vllm_episodes.py` run.
+`vllm_start.py` starts vLLM inside the training process, `vllm_checks.py` compares its tokens, pixels and weights with
+the trainer's, and `vllm_loop.py` can stop early (`continuation.py`). `episodes.py` has episodes of several turns
+(`replies.py`), which `feed.py` and `vllm_episodes.py` run.
 """

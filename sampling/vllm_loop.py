@@ -46,7 +46,9 @@ def run_until(
                 outputs[int(output.request_id)] = Output(
                     sampled.token_ids, sampled.logprobs.logprobs, sampled.finish_reason
                 )
-    engine.output_processor.process_outputs(engine.engine_core.engine_core.scheduler.pop_unsent())
+    scheduler = engine.engine_core.engine_core.scheduler
+    if hasattr(scheduler, "pop_unsent"):  # that of parts/fast
+        engine.output_processor.process_outputs(scheduler.pop_unsent())
     states = engine.output_processor.request_states  # of the requests that have not ended, by vLLM's names for them
     for state in states.values():
         ids, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs.logprobs

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import logging
 import os
 import traceback
 from collections.abc import Iterator
@@ -13,9 +12,11 @@ import transformers
 
 from common import distributed
 from common.errors import UserError
+from common.parts import extra
 from common.records import RequestLimits
 from config import EngineFlags
 from data import Processor
+from policy.forward import float32_logits
 from policy.memory import describe_others, used_by_others
 from policy.model import load_config
 
@@ -58,6 +59,19 @@ def model_options(config: transformers.PreTrainedConfig, processor: Processor, l
     return options
 
 
+def keep_logits_in_float32(model: torch.nn.Module) -> None:
+    """Make vLLM's `model` return float32 logits, as the trainer does, instead of rounding them to the model's dtype."""
+    head = model.lm_head if hasattr(model, "lm_head") else model.language_model.lm_head
+    original_apply = head.quant_method.apply
+
+    def apply(layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if bias is not None or x.dtype == torch.float32:
+            return original_apply(layer, x, bias)
+        return float32_logits(x, layer.weight)
+
+    head.quant_method.apply = apply
+
+
 def start_vllm(
     flags: EngineFlags, model: str, processor: Processor, dtype: torch.dtype, limits: RequestLimits, weight_bytes: int
 ) -> Any:
@@ -75,12 +89,8 @@ def start_vllm(
             if "mm_device_do_normalize" in vllm.EngineArgs.__dataclass_fields__:  # releases after 0.25
                 options["mm_device_do_normalize"] = False  # else, `check_pixels` would see other pixels
 
-            logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)  # it warns of a scheduler of our own
-            from sampling.fast_decode import DecodeScheduler
-            from sampling.vllm_logprobs import keep_logits_in_float32, use_fast_logprobs
-            from sampling.vllm_worker import prepare_worker
-
-            use_fast_logprobs()
+            if fast := extra("fast"):
+                options |= fast.vllm_options(weight_bytes, has_limit=bool(flags.gpu_memory))
             llm = vllm.LLM(
                 model,
                 dtype=dtype,
@@ -90,13 +100,11 @@ def start_vllm(
                 gpu_memory_utilization=flags.vllm_memory * distributed.memory_fraction(flags.gpu_memory),
                 tensor_parallel_size=flags.tensor_parallel,
                 distributed_executor_backend="external_launcher",
-                scheduler_cls=DecodeScheduler,
                 enable_sleep_mode=True,
                 use_tqdm_on_load=False,  # no progress bars for loading weights and capturing graphs
                 logprobs_mode="processed_logprobs",  # computed after temperature and top-p
                 mamba_ssm_cache_dtype="float32",  # the states of Qwen3.5, as in the trainer
                 **options,
-                **prepare_worker(weight_bytes, has_limit=bool(flags.gpu_memory)),
             )
             llm.apply_model(keep_logits_in_float32)
             return llm

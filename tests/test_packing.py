@@ -13,10 +13,9 @@ import torch
 import torch.nn.attention.varlen
 
 import packing
-from common import flash_attention
 from common.records import Group
 from common.row_copies import RowCopies, copy_rows
-from packing import CAUSAL, EVERYTHING, pack, pack_groups
+from packing import pack, pack_groups
 from policy import forward
 from policy.families import language_model, vision_blocks
 from policy.forward import enable_packed_forward, image_features, token_logprobs
@@ -392,36 +391,6 @@ def test_a_compiled_vision_tower_has_the_same_gradients_and_takes_pictures_of_an
         torch.testing.assert_close(gradients(batch), gradient)
         counts.append(len(compiled))
     assert min(counts) == max(counts) > 0
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "window", "want"),
-    [(128, CAUSAL, "4"), (64, CAUSAL, "torch"), (128, EVERYTHING, "torch"), (128, (7, 0), "torch")],
-)
-def test_flash_attention_4_gets_causal_attention_with_heads_of_128_only(monkeypatch, head_dim, window, want):
-    called = []
-
-    def attend(q, k, v, *lengths_and_scale):
-        called.append(("4", *lengths_and_scale))
-        return q, None
-
-    def varlen_attn(q, k, v, *lengths, scale, window_size, **_):
-        called.append(("torch", *lengths, scale))
-        assert window_size == window
-        return q
-
-    monkeypatch.setattr(packing, "_has_kernel", lambda q: True)
-    monkeypatch.setattr(flash_attention, "is_available", lambda: True)
-    monkeypatch.setattr(flash_attention, "attend", attend)
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
-    segments = pack(groups_of([[5, 3]])).segments
-    q, k = torch.randn(18, 2, head_dim), torch.randn(38, 1, head_dim)
-    packing.attend(q, k, k, (segments.cu_q, segments.cu_k), (segments.max_q, segments.max_k), 0.5, window)
-    ((name, cu_q, cu_k, *numbers),) = called
-    assert name == want
-    assert numbers == [10, 15, 0.5]
-    assert cu_q.tolist() == [0, 10, 15, 18]
-    assert cu_k.tolist() == [0, 10, 25, 38]
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 11, 30])

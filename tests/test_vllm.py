@@ -61,7 +61,7 @@ def run(*args: str) -> subprocess.CompletedProcess:
 
 @gpu_only
 def test_logprobs_of_sampled_tokens_are_those_of_softmax():
-    from sampling.vllm_logprobs import sampled_logprobs
+    from parts.fast.vllm_logprobs import sampled_logprobs
 
     logits = torch.randn(37, 5000, device="cuda") * 3
     logits[:, 4000:] = -math.inf  # what top-p leaves out

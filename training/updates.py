@@ -14,6 +14,7 @@ from torch import Tensor
 
 from common import distributed, signals
 from common.errors import StepFailed
+from common.parts import extra
 from common.records import Group
 from config import Config
 from packing import PackedBatch
@@ -24,7 +25,6 @@ from policy.model import Policy
 from policy.optimizer import Optimizers
 from policy.sharding import AFTER_UPDATE, reduce_gradients, take_gradients, unsharded
 from training import guards
-from training.balance import rebalance
 from training.metrics import Clock, update_metrics
 from training.turns import difference_by_turn
 
@@ -85,9 +85,14 @@ class Updater:
             group.update(changes)
 
     def balance(self, groups: list[Group]) -> list[Group]:
-        """Move completions between processes, so that all have equal work; return those of this process in the order
-        of its micro-batches."""
-        return order_for_packing(rebalance(groups, self.vision_cost), self.micro_batch_tokens, self.vision_cost)
+        """Return the groups that this process trains on, in the order of its micro-batches.
+
+        On several GPUs, parts/fast moves completions between processes, so that all have equal work.
+        """
+        several_gpus = distributed.world_size() > 1 and next(self.policy.parameters()).is_cuda
+        if fast := extra("fast") if several_gpus else None:
+            groups = fast.rebalance(groups, self.vision_cost)
+        return order_for_packing(groups, self.micro_batch_tokens, self.vision_cost)
 
     def with_logprobs(self, policy: Policy, minibatches: list[list[Group]], name: str) -> list[list[Group]]:
         """Return `minibatches` with the log-probabilities of each completion under `policy` in its field `name`.

@@ -1,4 +1,4 @@
-"""Sample completions in vLLM with its own scheduler, or with sampling/fast_decode.py, and write them to a JSON file.
+"""Sample completions in vLLM with its own scheduler, or with parts/fast/fast_decode.py, and write them to a JSON file.
 
     python tests/helpers/scheduler_worker.py MODEL OUT.json [--own | --eager]
 
@@ -19,7 +19,7 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 import vllm
 
-from sampling.fast_decode import DecodeScheduler
+from parts.fast.fast_decode import DecodeScheduler
 
 
 class EagerScheduler(DecodeScheduler):

@@ -31,7 +31,7 @@ import rollout
 def forget(model: torch.nn.Module) -> None:
     """Overwrite the weights of vLLM's `model`, which a sync has to send again after a sleep.
 
-    The buffers stay: on a GPU, `sampling.vllm_worker` restores them.
+    The buffers stay: on a GPU, `parts.fast.vllm_worker` restores them.
     """
     for parameter in model.parameters():
         parameter.data.fill_(math.nan if parameter.is_floating_point() else 0)

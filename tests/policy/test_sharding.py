@@ -19,6 +19,7 @@ from config import PolicyFlags
 from policy.batches import micro_batches
 from policy.model import load_policy
 from policy.sharding import apply_fsdp, unsharded
+from tests.helpers.marks import needs
 from tests.helpers.models import make_group
 from tests.helpers.runs import plugin_with_timeout
 from tests.helpers.scripts import ROOT, check_success, free_port, on_machine, run_on_machines, run_script
@@ -91,8 +92,13 @@ ON_MACHINES = [
 ]
 
 
+def with_parts(variants: list[str]) -> list[str]:
+    """Mark those of `variants` that parts/fast evens out."""
+    return [pytest.param(v, marks=needs("parts/fast")) if "evened out" in v else v for v in variants]
+
+
 @pytest.mark.parametrize("processes", [2, FOUR])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", with_parts(VARIANTS))
 def test_gradient_does_not_depend_on_the_number_of_processes(results, variant, processes):
     assert difference(results[1][variant], results[processes][variant]) < BOUND
 
@@ -106,11 +112,12 @@ def on_machines(tiny_model, tmp_path_factory) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ON_MACHINES)
+@pytest.mark.parametrize("variant", with_parts(ON_MACHINES))
 def test_gradient_does_not_depend_on_the_number_of_machines(results, on_machines, variant):
     assert difference(results[1][variant], on_machines[variant]) < BOUND
 
 
+@needs("parts/fast")
 @pytest.mark.parametrize("processes", [2, FOUR])
 def test_completions_move_to_processes_with_less_work(results, processes):
     for variant in VARIANTS:

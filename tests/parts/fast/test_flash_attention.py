@@ -13,12 +13,15 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 
 import packing
-from common import flash_attention
-from packing import pack
+from packing import CAUSAL, EVERYTHING, pack
 from policy.batches import _dummy_group
 from policy.forward import enable_packed_forward, token_logprobs
 from policy.model import Policy
-from tests.helpers.models import build, make_group
+from tests.helpers.models import build, groups_of, make_group
+
+pytest.importorskip("parts.fast", reason="needs parts/fast, which is not here")
+
+from parts.fast import flash_attention
 
 HEAD_DIM = 16  # of the tiny models
 
@@ -68,8 +71,7 @@ def on_cpu(monkeypatch):
     for name, module in package.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(packing, "_has_kernel", lambda q: True)
-    monkeypatch.setattr(flash_attention, "_is_available", lambda: True)
-    monkeypatch.setattr(flash_attention, "HEAD_DIM", HEAD_DIM)
+    monkeypatch.setattr(packing, "_flash_head_dim", lambda: HEAD_DIM)
 
 
 def gradients(model, batch) -> torch.Tensor:
@@ -121,3 +123,33 @@ def test_a_compiled_decoder_layer_is_one_graph_and_its_gradients_stay_the_same(f
     for batch, gradient in zip(batches, want):
         torch.testing.assert_close(gradients(model, batch), gradient, rtol=1e-3, atol=1e-4)
     assert len(compiled) == graphs
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "window", "want"),
+    [(128, CAUSAL, "4"), (64, CAUSAL, "torch"), (128, EVERYTHING, "torch"), (128, (7, 0), "torch")],
+)
+def test_flash_attention_4_gets_causal_attention_with_heads_of_128_only(monkeypatch, head_dim, window, want):
+    called = []
+
+    def attend(q, k, v, *lengths_and_scale):
+        called.append(("4", *lengths_and_scale))
+        return q, None
+
+    def varlen_attn(q, k, v, *lengths, scale, window_size, **_):
+        called.append(("torch", *lengths, scale))
+        assert window_size == window
+        return q
+
+    monkeypatch.setattr(packing, "_has_kernel", lambda q: True)
+    monkeypatch.setattr(packing, "_flash_head_dim", lambda: flash_attention.HEAD_DIM)
+    monkeypatch.setattr(torch.ops.grpo_vlm, "flash_attention", attend)
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
+    segments = pack(groups_of([[5, 3]])).segments
+    q, k = torch.randn(18, 2, head_dim), torch.randn(38, 1, head_dim)
+    packing.attend(q, k, k, (segments.cu_q, segments.cu_k), (segments.max_q, segments.max_k), 0.5, window)
+    ((name, cu_q, cu_k, *numbers),) = called
+    assert name == want
+    assert numbers == [10, 15, 0.5]
+    assert cu_q.tolist() == [0, 10, 15, 18]
+    assert cu_k.tolist() == [0, 10, 25, 38]

@@ -1,4 +1,4 @@
-"""vLLM's logits in float32, and the log-probabilities of the tokens that it samples, without their ranks.
+"""The log-probabilities of the tokens that vLLM samples, without their ranks.
 
 vLLM's own kernels for these log-probabilities read the logits of each token three times. For 256 sequences and 152k
 logits each, that takes longer than sampling itself (docs/log.md). Only vLLM's newer model runner calls this; Qwen3.5
@@ -12,22 +12,7 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample import sampler
 
-from policy.forward import float32_logits
-
 _vllm_logprobs = getattr(sampler, "compute_topk_logprobs", None)  # releases after 0.25 have none
-
-
-def keep_logits_in_float32(model: torch.nn.Module) -> None:
-    """Make vLLM's `model` return float32 logits, as the trainer does, instead of rounding them to the model's dtype."""
-    head = model.lm_head if hasattr(model, "lm_head") else model.language_model.lm_head
-    original_apply = head.quant_method.apply
-
-    def apply(layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        if bias is not None or x.dtype == torch.float32:
-            return original_apply(layer, x, bias)
-        return float32_logits(x, layer.weight)
-
-    head.quant_method.apply = apply
 
 
 def use_fast_logprobs() -> None:

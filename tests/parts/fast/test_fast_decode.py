@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 BLOCK, STOP = 4, 99
+pytest.importorskip("parts.fast", reason="needs parts/fast, which is not here")
 
 
 class Record(SimpleNamespace):
@@ -127,9 +128,9 @@ def scheduler_class(monkeypatch):
         module = ModuleType(name)
         vars(module).update(contents.get(name, {}))
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "sampling.fast_decode", raising=False)
-    yield importlib.import_module("sampling.fast_decode").DecodeScheduler
-    sys.modules.pop("sampling.fast_decode", None)
+    monkeypatch.delitem(sys.modules, "parts.fast.fast_decode", raising=False)
+    yield importlib.import_module("parts.fast.fast_decode").DecodeScheduler
+    sys.modules.pop("parts.fast.fast_decode", None)
 
 
 def sample(iteration: Record, stops: dict[str, int]) -> Record:

