@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from common import cli, console, distributed, plugins
-from common.errors import RunStopped, UserError, require
+from common.errors import RunStopped, UserError, find_entry, require
 from common.files import atomic_write, json_lines, lock_file, read_jsonl, release_locks
 from common.records import TAG, RequestLimits, Sample, Turn
 from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags, check_values
@@ -318,7 +318,7 @@ class Judge:
             self.scorer = Scorer(cfg.task, cfg)
             self.gold_task = self.scorer.gold_task
             return
-        benchmark = plugins.find_entry("benchmark", cfg.benchmark, BENCHMARKS, Benchmark)
+        benchmark = find_entry("benchmark", cfg.benchmark, BENCHMARKS, Benchmark)
         if benchmark.judge in (judge_math, judge_mathverse):
             check_math()
         if benchmark.server_role:

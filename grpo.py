@@ -30,9 +30,8 @@ from torch import Tensor
 
 from common import distributed
 from common.distillation import with_teacher
-from common.errors import UserError
+from common.errors import UserError, check_returned, dataclass, find_entry
 from common.group_stats import EPSILON, deviation, is_varied, sequence_log_ratio, sum_by_completion
-from common.plugins import check_returned, dataclass, find_entry
 from common.records import Group, GroupRewards, ScoredGroup
 from common.spans import of_completions, spread_over_tokens
 from packing import PackedBatch

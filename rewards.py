@@ -15,8 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 
-from common.errors import WorkerLost
-from common.plugins import dataclass, find_entry
+from common.errors import WorkerLost, dataclass, find_entry
 from grading import answers
 from grading.answers import balanced, extract_choice, first_count, last_boxed, split_think_answer, words
 from grading.math_workers import same_answer

@@ -28,8 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common import console, distributed
-from common.errors import UserError
-from common.plugins import dataclass, find_entry
+from common.errors import UserError, dataclass, find_entry
 from common.records import Prompt, RequestLimits, Rollout, Sampling
 from config import EngineFlags
 from data import Processor

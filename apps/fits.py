@@ -12,8 +12,7 @@ from apps.bench.speed import model_shape
 from apps.demo.tiny import byte_tokenizer
 from common import cli
 from common.environments import ENVIRONMENTS, Environment
-from common.errors import UserError, require
-from common.plugins import find_entry
+from common.errors import UserError, find_entry, require
 from policy.memory import GIB, METHODS, GPUs, plan
 from policy.model import empty_policy, read_config
 

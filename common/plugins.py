@@ -11,22 +11,15 @@ import importlib.util
 import json
 import os
 import pathlib
-import re
 import sys
 import traceback
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common import console
 from common.errors import UserError, describe, require
 
-if TYPE_CHECKING:
-    from dataclasses import dataclass
-else:
-    from pydantic.dataclasses import dataclass  # refuses fields of other types, in the plugin's own line
-
-__all__ = ["dataclass"]  # for entries of the tables
 TAKEN = (
     "help",
     "total_steps",
@@ -152,35 +145,6 @@ def record() -> dict[str, Any]:
     """Return what `config.json` keeps of the plugins: the SHA-256 of each, by path, and the names of their flags."""
     flags = [dataclasses.fields(plugin.Flags) for plugin in _modules.values() if getattr(plugin, "Flags", None)]
     return {"plugin_sha256": dict(_digests), "plugin_flags": [field.name for each in flags for field in each]}
-
-
-def find_entry(flag: str, name: str, table: dict[str, Any], kind: Any) -> Any:
-    """Return the entry `name` of `table`, a `kind`, which `--flag` chooses. Raises UserError if there is none."""
-    if name not in table:
-        known = f"choose one of {', '.join(table)}, or " if table else ""
-        raise UserError(f"--{flag} {name}: {known}add one with --plugin FILE")
-    if not isinstance(table[name], kind):
-        raise UserError(f"--{flag} {name}: its entry is a {type(table[name]).__name__}; expected {kind.__name__}")
-    return table[name]
-
-
-def check_returned(where: str, returned: Any, *expected: Any) -> Any:
-    """Return what an entry has returned: one tensor, or a tuple of several, each of the form of the one expected.
-
-    Raises UserError if a shape or a kind of number differs, or if only one has a gradient.
-    """
-    tensors = returned if isinstance(returned, tuple) else (returned,)
-    got, want = (" and ".join(map(_form, each)) for each in (tensors, expected))
-    if got != want:
-        raise UserError(f"{where}: it returned {got}; expected {want}")
-    return returned
-
-
-def _form(tensor: Any) -> str:
-    if not hasattr(tensor, "requires_grad"):
-        return f"a {type(tensor).__name__}"
-    kind = re.sub(r"torch\.(b?float\d+)?", "", str(tensor.dtype)) or "float"
-    return f"{kind} {tuple(tensor.shape)}" + " with a gradient" * tensor.requires_grad
 
 
 def name_of(function: Callable) -> str | None:

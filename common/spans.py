@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from common.plugins import check_returned
+from common.errors import check_returned
 from common.records import GroupRewards, Rewards, ScoredGroup
 
 

@@ -19,8 +19,7 @@ from dataclasses import field
 from typing import Any
 
 from common import console, distributed
-from common.errors import UserError
-from common.plugins import dataclass
+from common.errors import UserError, dataclass
 from common.records import Sample, Turn
 from config import DataFlags
 from data import Processor, validate_rows

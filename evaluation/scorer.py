@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 import reprlib
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from PIL import Image
 import rewards
 from common import console, plugins
 from common.environments import ENVIRONMENTS, Environment
-from common.errors import CallFailed, CallLost, UserError, WorkerLost
+from common.errors import CallFailed, CallLost, UserError, WorkerLost, find_entry
 from common.records import TAG, Rewards, Rollout, Sample, Span
 from config import RewardFlags
 from grading import answers
@@ -61,7 +62,7 @@ class Scorer:
         if flags.env in (*self.built_in, "overlong", "no_verdict"):
             raise UserError(f"--env {flags.env}: a reward has this name; rename the entry of ENVIRONMENTS")
         if flags.env:  # what the environment gives for the turns of a completion
-            plugins.find_entry("env", flags.env, ENVIRONMENTS, Environment)
+            find_entry("env", flags.env, ENVIRONMENTS, Environment)
             self.built_in[flags.env] = lambda env_reward=0.0, **_: env_reward
             self.weights[flags.env] = 1.0
         self.user_functions: dict[str, str] = {}  # name of each user-defined reward -> "file.py:function"
@@ -260,7 +261,7 @@ class Scorer:
                     self.reported.add(function)
                     beyond = f"that ends at {spans[-1][1]}, in a text of {len(text)} characters"
                     console.log(f"note: {function} returned a span {beyond}: no token gets what lies beyond")
-                return Value(sum(value for *_, value in spans), spans)
+                return Value(float(sum(value for *_, value in spans)), spans)
             shown = reprlib.repr(returned)
         except (OverflowError, ValueError):  # Python neither converts nor prints such a long integer
             shown = "an integer above 1e308"
@@ -274,5 +275,5 @@ def _are_spans(value: list) -> bool:
         return False
     edges = [edge for start, end, _ in value for edge in (start, end)]
     are_numbers = all(isinstance(x, Real) for *_, x in value) and abs(sum(float(x) for *_, x in value)) < MAX_REWARD
-    are_ordered = all(isinstance(x, Integral) for x in edges) and edges == sorted(edges) and min(edges, default=0) >= 0
-    return are_numbers and are_ordered and all(start < end for start, end, _ in value)
+    are_indices = all(isinstance(x, Integral) and int(x) in range(sys.maxsize) for x in edges)
+    return are_numbers and are_indices and edges == sorted(edges) and all(start < end for start, end, _ in value)

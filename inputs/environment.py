@@ -7,7 +7,7 @@ from typing import Any
 
 from common import plugins
 from common.environments import ENVIRONMENTS, Environment
-from common.errors import UserError
+from common.errors import UserError, find_entry
 from common.templates import variable_names
 from grading.sandbox import parameters
 
@@ -29,7 +29,7 @@ def find_environment(name: str, chat_template: str, max_turns: int, max_seen: in
 
     `max_turns`, `max_seen`: see `RunEnvironment`. Raises UserError if there is no such entry, or if it is unusable.
     """
-    environment = plugins.find_entry("env", name, ENVIRONMENTS, Environment)
+    environment = find_entry("env", name, ENVIRONMENTS, Environment)
     function = plugins.name_of(environment.reply)
     names, required, accepts_any = parameters(function) if function else ([], [], False)
     if not function or not (accepts_any or "text" in names):

@@ -596,7 +596,7 @@ def test_an_own_engine_is_one_entry(tiny_model, shapes, tmp_path, monkeypatch, c
 
 
 def test_an_unknown_engine_is_refused_before_a_model_is_loaded(tiny_model, shapes, tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "remote", EngineEntry(None, "server", "no_such", "pip install x"))
+    monkeypatch.setitem(ENGINES, "remote", EngineEntry(print, "server", "no_such", "pip install x"))
     refusal = r"^--engine remot: choose one of vllm, hf, policy, remote, or add one with --plugin FILE$"
     with pytest.raises(UserError, match=refusal):
         grpo.main(runs.config(tiny_model, shapes, tmp_path, engine="remot"))

@@ -108,7 +108,15 @@ def test_the_number_of_a_reward_of_spans_is_their_sum(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "body", ["[(0, 2)]", "[(2, 1, 0.5)]", "[(0, 3, 1), (2, 4, 1)]", "[(0, 1, float('nan'))]", "[(-1, 1, 1)]"]
+    "body",
+    [
+        "[(0, 2)]",
+        "[(2, 1, 0.5)]",
+        "[(0, 3, 1), (2, 4, 1)]",
+        "[(0, 1, float('nan'))]",
+        "[(-1, 1, 1)]",
+        "[(0, 10**5000, 1)]",
+    ],
 )
 def test_spans_out_of_order_are_named(tmp_path, body):
     sample = make_sample("q", "3", [], "rows.jsonl row 1")

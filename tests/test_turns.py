@@ -496,7 +496,7 @@ def test_an_environment_that_cannot_be_used_is_refused(flags, message, tiny_mode
 
 
 def test_the_name_of_an_environment_is_missing_without_its_plugin(monkeypatch, tiny_model):
-    monkeypatch.setattr("common.environments.ENVIRONMENTS", {})
+    monkeypatch.setattr("inputs.environment.ENVIRONMENTS", {})
     with pytest.raises(UserError, match=r"^--env zoom: add one with --plugin FILE$"):
         use_environment(load_processor(tiny_model, "count"), "zoom", 4, 400)
 
