@@ -187,6 +187,6 @@ def verify_checkpoint(folder: Path) -> str | None:
         text = (folder / MANIFEST).read_text()
         files = json.JSONDecoder().raw_decode(text)[0]["files"]  # in earlier versions, a hash follows
         damaged = [name for name, file in files.items() if (folder / name).stat().st_size != file["size"]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{folder} is not a complete checkpoint ({type(error).__name__}: {str(error)[:300]})"
     return f"{folder}: {damaged[0]} is damaged: its size differs from {MANIFEST}" if damaged else None

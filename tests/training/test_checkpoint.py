@@ -465,3 +465,10 @@ def test_a_checkpoint_from_a_gpu_can_be_resumed_without_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda _: pytest.fail("there is no GPU"))
     checkpoint.restore_random_states(checkpoint.random_states() | {"cuda": torch.get_rng_state()})
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '{"files": []}', '{"files": {"a": 3}}', "[" * 100_000])
+def test_a_manifest_of_another_shape_is_no_traceback(text, tmp_path):
+    (tmp_path / "a").write_text("x")
+    (tmp_path / "manifest.json").write_text(text)
+    assert verify_checkpoint(tmp_path).startswith(f"{tmp_path} is not a complete checkpoint (")
