@@ -137,7 +137,7 @@ def test_grpo_holds_the_algorithm_and_nothing_else():
     (step,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "train_step")
     assert step.end_lineno - step.lineno < 30
     allowed = {"config", "packing", "training.loop", "training.metrics", "training.run"}
-    common = ("cli", "distillation", "distributed", "errors", "group_stats", "plugins", "records", "spans")
+    common = ("cli", "distillation", "distributed", "errors", "group_stats", "records", "spans")
     assert imports(ROOT / "grpo.py") == allowed | {f"common.{name}" for name in common}
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     assert not names & {"open", "print", "exec", "eval"}
