@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
-import docstring_parser
 import tyro
 
 from common import console, files, plugins
@@ -25,34 +24,6 @@ from common.errors import RunStopped, UserError, WorkerLost
 
 T = TypeVar("T")
 BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR)
-RENAMED = {"max_tokens": "max_completion_length", "scale_rewards": "advantage", "gdpo": "advantage gdpo"}
-"""Flags by the names that they had in earlier versions."""
-WENT = {
-    "data_weights": ([], "name a data set several times, as in --data a,b,b; see docs/data.md"),
-    "dynamic_sampling": (False, "--dynamic_sampling_rounds 10 turns dynamic sampling on"),
-    "explain_memory": (False, "the metric memory_gib says how much memory a step takes; see docs/metrics.md"),
-    "gather": ("auto", "sharded weights are gathered once per update if a full copy fits, otherwise layer by layer"),
-    "hang_timeout": (30.0, "a plugin may set common.distributed.TIMEOUT, which is 30 minutes; see docs/training.md"),
-    "keep_best": (False, "--keep_last 0 keeps all checkpoints; without it, the best is deleted like the others"),
-    "max_skipped": (3, "a run stops after 3 skipped updates in a row; a lower --learning_rate may prevent them"),
-    "reward_timeout": (10.0, "a plugin may set rewards.REWARD_TIMEOUT, which is 10 seconds; see docs/rewards.md"),
-    "verifier_concurrency": (64, "a process has up to 64 requests open; set a lower limit at the verifier's server"),
-    "verifier_retries": (3, "a failed request is repeated up to 3 times; --verifier_timeout limits the time for all"),
-}
-"""Flags of earlier versions that are gone: their default, and what to do instead."""
-
-
-def _join_lines(
-    parse: Callable[..., docstring_parser.Docstring], *args: Any, **options: Any
-) -> docstring_parser.Docstring:
-    """Parse a docstring, and join the lines of each flag's description, at which tyro would break `--help`."""
-    docstring = parse(*args, **options)
-    for flag in docstring.params:
-        flag.description = " ".join((flag.description or "").split()) or None
-    return docstring
-
-
-docstring_parser.parse_from_object = functools.partial(_join_lines, docstring_parser.parse_from_object)
 
 
 def parse(config: type[T], arguments: list[str] | None = None) -> T:
@@ -101,19 +72,13 @@ def check_launcher() -> None:
 
 
 def _refuse_mistakes(config: type, arguments: list[str]) -> None:
-    """End the script if a flag has a value true or false, as in TRL and verl, or is one of an earlier version."""
+    """End the script if a flag has a value true or false, as in TRL and verl."""
     switches = {field.name for field in dataclasses.fields(config) if isinstance(field.default, bool)}
     for argument, following in itertools.pairwise([*arguments, ""]):
         name, _, value = argument.partition("=")
         name = name.removeprefix("--").replace("-", "_")
         if argument.startswith("--") and name in switches and (value or following).lower() in ("true", "false"):
             console.log(f"error: --{name} takes no value: write --{name} or --no_{name}")
-            sys.exit(2)
-        if argument.startswith("--") and name in RENAMED and not hasattr(config, name):
-            console.log(f"error: --{name} has a new name: write --{RENAMED[name]}")
-            sys.exit(2)
-        if argument.startswith("--") and (name := name.removeprefix("no_")) in WENT and not hasattr(config, name):
-            console.log(f"error: --{name} is gone: {WENT[name][1]}")
             sys.exit(2)
 
 

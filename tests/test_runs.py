@@ -744,12 +744,6 @@ def test_mistakes_get_one_line_and_status_2(tiny_model, shapes, run, tmp_path):
         (["grpo.py", model, f"--data={'x' * 5000}"], "xxx': File name too long; choose another path"),
         (["grpo.py", model, data, "--adapter="], "adapter is empty: give a value or leave out the flag"),
         (["evaluate.py", model, data, "--n=4"], "n above 1 needs a temperature"),
-        (["evaluate.py", model, data, "--max_tokens=4"], "error: --max_tokens has a new name: write --max_completion"),
-        (["grpo.py", model, data, "--gdpo"], "error: --gdpo has a new name: write --advantage gdpo"),
-        (
-            ["grpo.py", model, data, "--explain_memory"],
-            "error: --explain_memory is gone: the metric memory_gib says",
-        ),
         (["grpo.py", model, data, "--advantage=x"], "error: --advantage x: choose one of group, batch, none, gdpo"),
         (["-m", "training.report", f"--run={tmp_path}"], "error: no run in"),
     ]

@@ -49,12 +49,13 @@ from training.run_folder import RunFolder, named_checkpoint
 # Settings that must stay the same when a run is resumed: the order of the rows, the trained parameters and the number
 # of updates depend on them, and nobody changes `loss_type`, `reward` or `env` within a run on purpose. Other settings,
 # such as the learning rate or β, may change; the changes are printed.
-ROW_SETTINGS = ("task", "data_weights", "rows", "rows_digest", "seed", "drop_last")
+ROW_SETTINGS = ("task", "rows", "rows_digest", "seed", "drop_last")
 PROMPT_SETTINGS = (*ROW_SETTINGS, "prompts_per_step", "num_generations")
 ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "lora_experts", "adapter", "load_in_4bit")
 POLICY_SETTINGS = ("model", "train_vision", "train_router", *ADAPTER_SETTINGS)
 UPDATE_SETTINGS = ("prompts_per_update", "num_iterations", "loss_type", "reward", "env")
 MUST_MATCH = PROMPT_SETTINGS + POLICY_SETTINGS + UPDATE_SETTINGS
+PROGRESS = {"step", "eval_due", "collector", "updater", "config", "parts"}  # what state.json has
 IN_FLIGHT = "in_flight.pt"  # the prompts of partial rollouts that are not trained on yet
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # frozen weights come from the starting model
 WRITING_THREADS = 8  # each holds one tensor at a time in host memory
@@ -97,7 +98,6 @@ class Saver:
         self.save_failed = False
         if state["step"] != self.newest:
             tensors = _local_state(tensors)
-            state = state | {"world_size": distributed.world_size()}
             if error := self._missing_space(tensors) or self._start_write(tensors, state):
                 self._report_failure(state["step"], error)
         if wait:
@@ -354,17 +354,21 @@ def restore_random_states(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
+def read_progress(folder: Path) -> dict[str, Any]:
+    """Return `state.json`. Raises UserError if it lacks what a checkpoint of this version has."""
+    state = json.loads((folder / "state.json").read_text())
+    settings = {field.name for field in fields(PolicyFlags)}
+    if not (state.keys() >= PROGRESS and state["config"].keys() >= settings):
+        raise UserError(f"{folder} is of another version: use that version, or choose a new --output without --resume")
+    return state
+
+
 def read_state(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Return what the checkpoint in `folder` holds besides trained parameters, moments and random states.
 
     Settings that differ from `config` are printed. Those in `MUST_MATCH` are refused.
     """
-    state = json.loads((folder / "state.json").read_text())
-    if "collector" not in state:
-        raise UserError(
-            f"--resume: {folder} was saved by an older version, which alone can resume it; "
-            f"`python -m training.checkpoint --checkpoint {folder} --output DIR` exports its model"
-        )
+    state = read_progress(folder)
     _check_settings(folder, state["config"], json.loads(hide_credentials(json.dumps(config))))
     if (folder / IN_FLIGHT).is_file():
         state["collector"]["in_flight"] = torch.load(folder / IN_FLIGHT, weights_only=True)
@@ -373,9 +377,7 @@ def read_state(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 def check_parts(folder: Path, state: dict[str, Any], policy: Policy, optimizers: Optimizers) -> None:
     """Raise UserError unless run and checkpoint have the same optimizers, and the same functions in `AFTER_UPDATE`."""
-    trained = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
-    run = parts_of(policy, optimizers)
-    saved = state.get("parts", [f"{name} in optimizer 1 (AdamW)" for name in trained])  # all that older versions had
+    run, saved = parts_of(policy, optimizers), state["parts"]
     both = ("it has {}, this run has not", saved, set(run)), ("this run has {}, it has not", run, set(saved))
     for who, parts, others in both:
         if missing := [part for part in parts if part not in others]:
@@ -421,22 +423,11 @@ def _make_state(folder: Path, policy: Policy, optimizers: Optimizers) -> None:
 
 def _check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Print the settings that have changed. Raise UserError if one of them must not change."""
-    if "scale_rewards" in old:  # by their names in earlier versions
-        old = old | {"advantage": "gdpo" if old.get("gdpo") else old["scale_rewards"]}
     ignored = {field.name for field in fields(RunFlags)} - {"eval_data", "eval_every"}
-    for name, (default, instead) in cli.WENT.items():
-        if old.get(name, default) == default:
-            continue
-        if name in MUST_MATCH:
-            raise UserError(f"--resume: {folder} had --{name} {old[name]}, which is gone; in a new run, {instead}")
-        console.log(f"note: this run had --{name} {old[name]}, which is gone: {instead}")
-    if old.get("dynamic_sampling") is False:  # an earlier version has saved it beside a number of rounds
-        old = old | {"dynamic_sampling_rounds": 0}
-    names = new.keys() & old.keys() - ignored  # an older version may not have saved all settings
     changes = {
-        name: f"{name} was {old[name]}, is {new[name]}"
-        for name in new
-        if name in names and not is_same_setting(old[name], new[name])
+        name: f"{name} was {old.get(name)}, is {value}"
+        for name, value in new.items()
+        if name not in ignored and not is_same_setting(old.get(name), value)
     }
     if conflicts := [change for name, change in changes.items() if name in MUST_MATCH]:
         raise UserError(
@@ -470,8 +461,8 @@ def main(cfg: Config) -> None:
     folder = named_checkpoint(Path(cfg.checkpoint), "--checkpoint")
     if Path(cfg.output).exists():
         raise UserError(f"--output {cfg.output!r} already exists: remove it or choose another folder")
-    saved = json.loads((folder / "state.json").read_text())["config"]
-    flags = PolicyFlags(**{field.name: saved[field.name] for field in fields(PolicyFlags) if field.name in saved})
+    saved = read_progress(folder)["config"]
+    flags = PolicyFlags(**{field.name: saved[field.name] for field in fields(PolicyFlags)})
     policy = load_policy(saved["model"], flags, torch.device("cpu") if not flags.load_in_4bit else device)
     _read_tensors(folder, {"policy": get_model_state_dict(policy, options=TRAINED)})
     export(policy, saved["model"], cfg.output, str(folder.parent))

@@ -54,12 +54,7 @@ class PartialCollector(Collector):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.in_flight = [
-            DrawnPrompt(
-                each["position"],
-                each["step"],
-                each["row"] if "row" in each else self.stream.shuffled(each["position"]),  # older checkpoints
-                tuple(Rollout(**rollout) for rollout in each["rollouts"]),
-            )
+            DrawnPrompt(**each | {"rollouts": tuple(Rollout(**rollout) for rollout in each["rollouts"])})
             for each in state.get("in_flight", [])
         ]
 

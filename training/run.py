@@ -27,7 +27,7 @@ from policy.optimizer import make_optimizers
 from policy.sharding import AFTER_UPDATE, apply_fsdp, load_reference, load_teacher
 from rollout import ENGINES, Engine, check_engine_available, choose_engine, make_engine
 from sampling.episodes import max_images_seen
-from training.checkpoint import Saver, check_parts, is_same_setting, load_checkpoint, read_state
+from training.checkpoint import Saver, check_parts, is_same_setting, load_checkpoint, read_progress, read_state
 from training.collect import Collector
 from training.loop import Evaluate, Loop, Run, load_state
 from training.metrics import Clock
@@ -112,8 +112,8 @@ def choose_learning_rate(cfg: Config, resume: ResumePlan) -> None:
     full_rate, adapter_rate = cfg.default_rates
     cfg.learning_rate, why = full_rate, "the default for all weights"
     if resume.checkpoint:
-        state = json.loads((resume.checkpoint / "state.json").read_text())
-        cfg.learning_rate, why = state["config"]["learning_rate"], "that of the run so far"
+        cfg.learning_rate = read_progress(resume.checkpoint)["config"]["learning_rate"]
+        why = "that of the run so far"
     elif cfg.has_adapter:
         cfg.learning_rate, why = adapter_rate, "the default for an adapter"
     console.log(f"learning rate: {cfg.learning_rate:g} ({why})")
@@ -199,15 +199,15 @@ def check_in_flight(cfg: Config, saved: dict[str, Any]) -> None:
         cfg.check_stale_tokens(need)
     except ValueError as error:
         raise UserError(str(error)) from None
-    if cfg.max_staleness < (staleness := saved.get("max_staleness", 0)):
-        raise UserError(f"{need} --max_staleness {staleness} or more, {then}")
+    if cfg.max_staleness < saved["max_staleness"]:
+        raise UserError(f"{need} --max_staleness {saved['max_staleness']} or more, {then}")
     if cfg.tensor_parallel > 1:
         raise UserError(f"{need} --tensor_parallel 1, {then}")
     if cfg.env:
         raise UserError(f"{need} no --env, {then}")
     new = json.loads(json.dumps(asdict(cfg)))  # lists where there are tuples, as in what was saved
     for name in PROMPT_FORMAT:
-        if name in saved and not is_same_setting(saved[name], new[name]):
+        if not is_same_setting(saved[name], new[name]):
             raise UserError(f"{need} --{name} as it was ({saved[name] or 'left out'}), {then}")
 
 
@@ -264,6 +264,6 @@ def prepare_output(cfg: Config, folder: RunFolder, resumed_step: int | None, col
 def restore(run: Run, state: dict[str, Any]) -> None:
     """Continue `run` from the `state` of a checkpoint; see `check_state`."""
     load_state(run, state)
-    if not is_same_setting(state["config"].get("eval_data"), run.cfg.eval_data):  # other rows have no score yet
+    if not is_same_setting(state["config"]["eval_data"], run.cfg.eval_data):  # other rows have no score yet
         run.loop.eval_due = True
     run.loop.eval_due &= bool(run.loop.eval_samples)  # the resumed command may have no --eval_data

@@ -184,8 +184,7 @@ def write_manifest(folder: Path) -> None:
 def verify_checkpoint(folder: Path) -> str | None:
     """Compare the checkpoint in `folder` with its manifest; return an error message, or None if all sizes match."""
     try:
-        text = (folder / MANIFEST).read_text()
-        files = json.JSONDecoder().raw_decode(text)[0]["files"]  # in earlier versions, a hash follows
+        files = json.loads((folder / MANIFEST).read_text())["files"]
         damaged = [name for name, file in files.items() if (folder / name).stat().st_size != file["size"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{folder} is not a complete checkpoint ({type(error).__name__}: {str(error)[:300]})"

@@ -64,24 +64,23 @@ class Updater:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds besides the weights and the state that optimizers keep for them."""
-        first, *others = [scheduler.state_dict() for _, scheduler in self.optimizers]
         changes = [
             {key: value for key, value in new.items() if key not in ("params", "lr") and value != old.get(key)}
             for new, old in zip(self.groups, self.first_groups)
         ]
-        state = {"scheduler": first, "other_schedulers": others, "groups": changes, "num_updates": self.num_updates}
+        schedulers = [scheduler.state_dict() for _, scheduler in self.optimizers]
+        state = {"schedulers": schedulers, "groups": changes, "num_updates": self.num_updates}
         return state | {"skipped": self.skipped, "norms": list(self.norms)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. The learning rate remains that of the flags."""
         self.skipped, self.norms = state["skipped"], list(state["norms"])
-        self.num_updates = state.get("num_updates", 0)
-        schedules = [state["scheduler"], *state.get("other_schedulers", [])]
-        for (optimizer, scheduler), saved in zip(self.optimizers, schedules, strict=True):
+        self.num_updates = state["num_updates"]
+        for (optimizer, scheduler), saved in zip(self.optimizers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved | {"base_lrs": scheduler.base_lrs})
             for group, rate, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):
                 group["lr"] = rate * factor(scheduler.last_epoch)
-        for group, changes in zip(self.groups, state.get("groups", [])):
+        for group, changes in zip(self.groups, state["groups"]):
             group.update(changes)
 
     def balance(self, groups: list[Group]) -> list[Group]:

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-import grpo
 from common import cli, console
 
 
@@ -15,8 +14,7 @@ class Config:
     """A script."""
 
     fast: bool = False
-    """First line,
-    and (second) line."""
+    """A switch."""
     steps: int = 1
     """A number."""
 
@@ -28,26 +26,6 @@ def test_a_switch_with_a_value_is_refused(given, monkeypatch, capsys):
         cli.parse(Config)
     assert stopped.value.code == 2
     assert capsys.readouterr().err == "error: --fast takes no value: write --fast or --no_fast\n"
-
-
-@pytest.mark.parametrize("given", ["--gone", "--gone=3", "--no-gone", "--no_gone"])
-def test_a_flag_that_went_is_answered_with_what_to_do_instead(given, monkeypatch, capsys):
-    monkeypatch.setitem(cli.WENT, "gone", (1, "do without it"))
-    with pytest.raises(SystemExit) as stopped:
-        cli.parse(Config, [given, "3"])
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == "error: --gone is gone: do without it\n"
-
-
-def test_flags_that_went_are_no_flags():
-    assert not {*cli.WENT, *cli.RENAMED} & {field.name for field in dataclasses.fields(grpo.Config)}
-
-
-def test_help_joins_the_lines_of_a_flag(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
-    with pytest.raises(SystemExit):
-        cli.parse(Config)
-    assert "First line, and (second) line." in capsys.readouterr().out
 
 
 def test_control_characters_are_not_printed(capsys):
