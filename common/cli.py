@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 import tyro
 
-from common import console, files, plugins
+from common import console, plugins
 from common.errors import RunStopped, UserError, WorkerLost
 
 T = TypeVar("T")
@@ -120,7 +120,6 @@ def run(main: Callable[[T], None], args: T) -> None:
     # Do not use sys.exit here: after an error on one rank, the other ranks wait in a collective, and interpreter
     # shutdown would wait for that collective too. Exiting at once lets torchrun end the other ranks.
     sys.stdout.flush()
-    files.release_locks()
     os._exit(status)
 
 

@@ -1,12 +1,8 @@
 """File helpers: JSON lines, locks, files that are never incomplete, and the commit of this checkout."""
 
-import atexit
-import contextlib
-import errno
 import fcntl
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -115,10 +111,9 @@ def flush(path: Path) -> None:
 def lock_file(path: Path, in_use: str) -> IO[str]:
     """Lock the file `path` until this process ends or calls `release_locks`, and return it open.
 
-    Programs that this process starts do not inherit the lock. The file records who holds the lock. On a file system
-    without locks, this record decides: a record of this machine counts until its process ends, and a record of another
-    machine counts until the file is removed. Raises UserError, with a message that begins with `in_use`, if another
-    process holds the lock, and OSError if the file cannot be written.
+    Programs that this process starts do not inherit the lock. The file records who holds the lock. Raises UserError if
+    another process holds it, with a message that begins with `in_use`, or if the file system has no locks; OSError if
+    the file cannot be written.
     """
     path = path.resolve()
     if path in _locked_files:
@@ -127,13 +122,10 @@ def lock_file(path: Path, in_use: str) -> IO[str]:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"{in_use} ({_read_holder(file) or 'unknown holder'})") from None
+        file.seek(0)
+        raise UserError(f"{in_use} ({file.read(200).strip() or 'unknown holder'})") from None
     except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-            raise
-        if _may_run(holder := _read_holder(file)):
-            hint = f"if it has ended, remove {path}, because this file system has no locks"
-            raise UserError(f"{in_use} ({holder}); {hint}") from None
+        raise UserError(f"{path} cannot be locked ({error.strerror}): choose a folder elsewhere") from None
     file.truncate(0)
     file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
@@ -141,40 +133,11 @@ def lock_file(path: Path, in_use: str) -> IO[str]:
     return file
 
 
-def _read_holder(file: IO[str]) -> str:
-    file.seek(0)
-    return file.read(200).strip()
-
-
-def _may_run(holder: str) -> bool:
-    """Return whether the recorded process ("pid 12 on node-3") may still run; on another machine, assume so."""
-    match = re.fullmatch(r"pid (\d+) on (.*)", holder)
-    if not match or match[2] != socket.gethostname():
-        return bool(holder)
-    try:
-        os.kill(int(match[1]), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # the process belongs to another user
-        return True
-    return int(match[1]) != os.getpid()
-
-
-@atexit.register
 def release_locks() -> None:
-    """Release the locks of this process and clear their records, which matter on a file system without locks."""
-    for file in _locked_files.values():
-        with contextlib.suppress(OSError):
-            file.truncate(0)
-            file.close()
-    _locked_files.clear()
-
-
-def _forget_locks() -> None:
-    """Close the locked files in a forked process, which might otherwise hold the locks longer than this process."""
+    """Release the locks of this process; in a forked process, its own hold on them."""
     for file in _locked_files.values():
         file.close()
     _locked_files.clear()
 
 
-os.register_at_fork(after_in_child=_forget_locks)
+os.register_at_fork(after_in_child=release_locks)  # a forked process might live longer than this one
