@@ -94,33 +94,44 @@ def run(main: Callable[[T], None], args: T) -> None:
     gc.freeze()  # keeps the garbage collector from scanning imported modules at exit, which saves 0.7 s
     try:
         main(args)
+        if "torch" in sys.modules:  # it takes seconds to import
+            from common import distributed
+
+            distributed.shutdown()
         return
-    except KeyboardInterrupt:
-        message, status = "interrupted before there was anything to save", 130
-    except WorkerLost as error:
-        message, status = f"{error} twice: is this machine out of memory? Run the same command again to resume", 1
-    except RunStopped as error:
-        message, status = str(error), error.status
-    except UserError as error:
-        message, status = f"error: {error}", 2
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "parts":
+    except (Exception, KeyboardInterrupt) as error:
+        if not (expected := _in_one_line(error)):
             raise
-        missing = error.name.replace(".", "/")
-        message, status = (
-            f"error: this needs {missing}, which is not here: restore it, or leave out what asks for it",
-            2,
-        )
-    except OSError as error:
-        if error.errno not in BAD_PATH:
-            raise
-        message, status = f"error: {str(error.filename)[:200]!r}: {error.strerror}; choose another path", 2
+        message, status = expected
     rank = int(os.environ.get("RANK", 0))
     print(console.printable(f"[rank {rank}] {message}" if rank else message), file=sys.stderr, flush=True)
     # Do not use sys.exit here: after an error on one rank, the other ranks wait in a collective, and interpreter
     # shutdown would wait for that collective too. Exiting at once lets torchrun end the other ranks.
     sys.stdout.flush()
     os._exit(status)
+
+
+def _in_one_line(error: BaseException) -> tuple[str, int] | None:
+    """Return the message and the exit status for an expected error; None for a bug."""
+    match error:
+        case KeyboardInterrupt():
+            return "interrupted before there was anything to save", 130
+        case WorkerLost():
+            return f"{error} twice: is this machine out of memory? Run the same command again to resume", 1
+        case RunStopped():
+            return str(error), error.status
+        case UserError():
+            return f"error: {error}", 2
+        case ModuleNotFoundError() if (error.name or "").split(".")[0] == "parts":
+            missing = error.name.replace(".", "/")
+            return f"error: this needs {missing}, which is not here: restore it, or leave out what asks for it", 2
+        case OSError() if error.errno in BAD_PATH:
+            return f"error: {str(error.filename)[:200]!r}: {error.strerror}; choose another path", 2
+        case RuntimeError() if "torch" in sys.modules:
+            from common import distributed
+
+            return distributed.explain(error)
+    return None
 
 
 def launch(name: str, config: type | None = None, add_defaults: Callable[[list[str]], list[str]] = list) -> NoReturn:
@@ -144,8 +155,7 @@ def launch(name: str, config: type | None = None, add_defaults: Callable[[list[s
         ) as error:  # because of Flags
             raise plugins.mistake(modules[-1].__file__, error) if modules else error from None
         args.plugin = tuple(module.__file__ for module in modules)
-        distributed = importlib.import_module("common.distributed")  # not above, since it imports torch
-        distributed.run(importlib.import_module(name).main, args)
+        importlib.import_module(name).main(args)
 
     run(start, sys.argv[1:])
     sys.exit(0)  # with None, torchrun --run_path would wait

@@ -5,7 +5,7 @@ import datetime
 import heapq
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -14,31 +14,21 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from common import cli
-from common.errors import RunStopped, UserError
+from common.errors import UserError
 
 T = TypeVar("T")
 OOM_HINT = "Try --load_in_4bit with --lora_rank, --offload_optimizer, a smaller --vllm_memory, or more GPUs"
 TIMEOUT = datetime.timedelta(minutes=30)  # how long a process waits for the others before the run ends with an error
 
 
-def run(main: Callable[[T], None], args: T) -> None:
-    """Call `cli.run`; report the loss of another process, or a lack of GPU memory, in one line as well."""
-
-    def explained(args: T) -> None:
-        try:
-            main(args)
-            shutdown()
-        except torch.OutOfMemoryError as error:
-            raise RunStopped(f"out of GPU memory: {str(error).split('. ')[0]}. {OOM_HINT}", status=1) from None
-        except RuntimeError as error:
-            if not (isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)):
-                raise
-            time.sleep(1)  # so that torchrun, which names the process that ended first, notices the one that died
-            reason = str(error).strip().splitlines()[0][:120]
-            raise RunStopped(f"another process died or hangs ({reason})", status=1) from None
-
-    cli.run(explained, args)
+def explain(error: RuntimeError) -> tuple[str, int] | None:
+    """Return a message and an exit status for a lack of GPU memory or the loss of another process, else None."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"out of GPU memory: {str(error).split('. ')[0]}. {OOM_HINT}", 1
+    if not (isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)):
+        return None
+    time.sleep(1)  # so that torchrun, which names the process that ended first, notices the one that died
+    return f"another process died or hangs ({str(error).strip().splitlines()[0][:120]})", 1
 
 
 def start() -> torch.device:

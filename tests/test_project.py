@@ -105,6 +105,8 @@ def imports(path: pathlib.Path) -> set[str]:
             found |= {name if (ROOT / (name.replace(".", "/") + ".py")).is_file() else node.module for name in names}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
+            found |= {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
     known = {name for floor in FLOORS for name in floor}
     known -= set() if path.is_relative_to(ROOT / "parts") else {"parts"}
     return {name for name in found if name.split(".")[0] in known}

@@ -470,4 +470,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    distributed.run(main, cli.parse(Config))
+    cli.run(main, cli.parse(Config))

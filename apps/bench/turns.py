@@ -22,7 +22,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 import speed
 
 import grpo
-from common import cli, console, distributed, plugins
+from common import cli, console, plugins
 from data import load_split, processor_for
 from rollout import Engine
 from sampling.episodes import Episode
@@ -112,4 +112,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    distributed.run(main, cli.parse(Config))
+    cli.run(main, cli.parse(Config))

@@ -12,7 +12,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
 import torch
 
 import grpo
-from common import cli, distributed
+from common import cli
 from common.distributed import local_tensor
 from policy.optimizer import OPTIMIZERS, make_adamw, make_schedule
 from policy.sharding import AFTER_UPDATE
@@ -56,4 +56,4 @@ if __name__ == "__main__":
             OPTIMIZERS["default"] = two_optimizers
         else:
             AFTER_UPDATE[name] = globals()[name]
-    distributed.run(grpo.main, cli.parse(grpo.Config))
+    cli.run(grpo.main, cli.parse(grpo.Config))

@@ -320,7 +320,7 @@ def fail_on_one_process(self, prompts, seeds, sampling, *rest):
     return generate(self, prompts, seeds, sampling, *rest)
 
 generate, HFEngine.generate = HFEngine.generate, fail_on_one_process
-distributed.run(grpo.main, cli.parse(grpo.Config))
+cli.run(grpo.main, cli.parse(grpo.Config))
 """
 
 
