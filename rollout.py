@@ -37,10 +37,6 @@ from policy.sharding import sampler_weights
 from sampling.continuation import Continuation
 from sampling.episodes import Episodes
 from sampling.hf_engine import HFEngine, PolicyEngine
-from sampling.vllm_checks import check_expansion, check_pixels, check_weights, record_tower_inputs
-from sampling.vllm_episodes import EpisodeLoop
-from sampling.vllm_loop import request_seed, run_until
-from sampling.vllm_start import start_vllm
 
 
 class Engine(Protocol):
@@ -209,6 +205,8 @@ class VLLMEngine:
     ):
         self.flags, self.processor, self.asleep, self.pixels_checked = flags, processor, False, False
         self.vision = processor.family.vision
+        from sampling.vllm_start import start_vllm
+
         self.llm = start_vllm(flags, model, processor, dtype, limits, weight_bytes)
         from vllm import SamplingParams  # only now, because vLLM reads settings when it is imported
 
@@ -241,6 +239,8 @@ class VLLMEngine:
 
         self.llm.apply_model(lambda model: model.load_weights(stream()))
         if self.flags.check_sync:
+            from sampling.vllm_checks import check_weights
+
             unused = self.vision.unused if self.vision else ""
             self.llm.apply_model(lambda model: check_weights(stream(), model, unused))
         if self.asleep:
@@ -290,6 +290,8 @@ class VLLMEngine:
         return self._generate(prompts, seeds, sampling) if prompts else []
 
     def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> list[list[Rollout]]:
+        from sampling.vllm_checks import check_expansion, check_pixels, record_tower_inputs
+
         order = sorted(range(len(prompts)), key=lambda i: -prompts[i].expected_length)  # start the longest first
         prompts, seeds = [prompts[i] for i in order], [seeds[i] for i in order]
         params = [self._params(sampling, sampling.n, seed, sampling.max_tokens) for seed in seeds]
@@ -332,16 +334,14 @@ class VLLMEngine:
 
     def _render(self, prompt: Prompt) -> dict[str, Any]:
         """Let vLLM prepare a prompt and its images."""
+        from sampling.vllm_checks import check_expansion
+
         try:
             (rendered,) = self.llm.renderer.render_cmpl([self._request(prompt)])
         except Exception as error:
             raise UserError(f"{prompt.source}: vLLM refuses the prompt: {error}") from error
         check_expansion(prompt, rendered["prompt_token_ids"])
         return rendered
-
-    def max_tokens(self, sampling: Sampling, seed: int, completion: int) -> int:
-        """Return the maximum length of a continued completion. apps/bench/tail.py replaces it, to have its own."""
-        return sampling.max_tokens
 
     def _params(self, sampling: Sampling, n: int, seed: int, max_tokens: int) -> Any:
         """Return vLLM's parameters of a request for `n` completions."""
@@ -369,6 +369,8 @@ class VLLMEngine:
 
         vLLM prepares a prompt and its images once for all its completions.
         """
+        from sampling.vllm_loop import request_seed, run_until
+
         if not self.pixels_checked and any(self._sends_images(prompt) for prompt in prompts):
             self._generate(prompts, seeds, Sampling(1, 1))  # this checks the pixels
         rollouts = [list(group) for group in continuation.started]
@@ -379,9 +381,9 @@ class VLLMEngine:
                 prompt = self._render(prompts[i])
                 for _, j in group:
                     tokens = rollouts[i][j].ids.tolist()
-                    seed, limit = request_seed(seeds[i], j, len(tokens)), self.max_tokens(sampling, seeds[i], j)
+                    seed = request_seed(seeds[i], j, len(tokens))
                     request = prompt | {"prompt_token_ids": prompt["prompt_token_ids"] + tokens}
-                    yield request, self._params(sampling, 1, seed, limit - len(tokens))
+                    yield request, self._params(sampling, 1, seed, sampling.max_tokens - len(tokens))
 
         def should_stop(ended: Set[int]) -> bool:
             unfinished = {indices[k][0] for k in range(len(indices)) if k not in ended}
@@ -400,6 +402,9 @@ class VLLMEngine:
         self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling, episodes: Episodes
     ) -> list[list[Rollout]]:
         """Sample episodes, each turn in a request of its own."""
+        from sampling.vllm_episodes import EpisodeLoop
+        from sampling.vllm_loop import request_seed
+
         if not self.pixels_checked and any(map(self._sends_images, prompts)):
             self._generate(prompts, seeds, Sampling(1, 1))  # this checks the pixels
         begun = [[episodes.begin(i, prompt) for _ in range(sampling.n)] for i, prompt in enumerate(prompts)]

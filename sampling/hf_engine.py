@@ -84,10 +84,6 @@ class HFEngine:
             paused = should_stop(which_are_complete(rollouts))
         return rollouts
 
-    def max_tokens(self, sampling: Sampling, seed: int, completion: int) -> int:
-        """Return the maximum length of a completion. apps/bench/tail.py replaces this, to have lengths of its own."""
-        return sampling.max_tokens
-
     def _halve_batch(self, sequences: int, n: int) -> None:
         """From now on, sample at most half of `sequences` at once, for which the memory was too small.
 
@@ -120,8 +116,7 @@ class HFEngine:
         if not indices:
             return False
         lengths = [len(rollouts[i][j].ids) for i, j in indices]
-        most_new = [self.max_tokens(sampling, seeds[i], j) - length for (i, j), length in zip(indices, lengths)]
-        limits = torch.tensor(most_new, device=self.device)
+        limits = sampling.max_tokens - torch.tensor(lengths, device=self.device)
         of_prompt = {i: _uniforms(seeds[i], len(rollouts[i]), sampling.max_tokens) for i in batch}
         unused = [of_prompt[i][j, length:] for (i, j), length in zip(indices, lengths)]
         uniforms = torch.nn.utils.rnn.pad_sequence(unused, batch_first=True).to(self.device)

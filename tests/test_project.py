@@ -149,6 +149,12 @@ def test_grpo_holds_the_algorithm_and_nothing_else():
     assert set(verbs) == {"all_sum", "world_size"}
 
 
+def test_no_file_below_apps_names_a_bench():
+    for path in SOURCES:
+        if "apps" not in path.relative_to(ROOT).parts:
+            assert not re.search(r"\bbench\b", path.read_text()), f"{path.relative_to(ROOT)} names a bench"
+
+
 def test_training_knows_no_loss():
     words = re.compile(r"\b(LOSSES|batch_loss|objective|clip_low|clip_high|loss_type|dual_clip|beta)\b")
     for path in (ROOT / "training").glob("*.py"):

@@ -406,7 +406,7 @@ def test_vllm_continues_completions_within_their_length(vllm_engine, monkeypatch
         assert [should_stop(ended) for ended in (set(), {0}, {0, 1, 2})] == [False, False, True]
         return [Output([9, 3], [-3.0, -4.0], "stop"), Output([9], [-5.0]), Output()]
 
-    monkeypatch.setattr("rollout.run_until", run)
+    monkeypatch.setattr("sampling.vllm_loop.run_until", run)
     continuation = Continuation(started, lambda is_complete: whole.append(is_complete) or all(is_complete))
     (first, ended), (cut, empty) = vllm_engine._sample(prompts, [10, 11], Sampling(2, 6), continuation)
     assert whole == [[False, False], [True, False], [True, True]]
@@ -430,7 +430,7 @@ def test_a_text_begins_with_what_its_prompt_has_opened(vllm_engine, engine, prom
     plain = [replace(prompt, opening="") for prompt in opened]
     some, started = Sampling(2, 4), [[NOT_STARTED] * 2] * 3
     outputs = [Output([9, 3], [-3.0, -4.0], "stop")] * 5 + [Output([9], [-3.0])]
-    monkeypatch.setattr("rollout.run_until", lambda llm, requests, count, should_stop: outputs)
+    monkeypatch.setattr("sampling.vllm_loop.run_until", lambda llm, requests, count, should_stop: outputs)
     for sampler, continuation in ((vllm_engine, None), (vllm_engine, Continuation(started, all)), (engine, None)):
         sample = sampler._sample if sampler is vllm_engine else sampler.generate
         groups = zip(openings, *(sample(each, [1, 2, 3], some, continuation) for each in (opened, plain)))

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 
 import matplotlib.pyplot as plt
 import numpy as np
+import torch
 
 HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
@@ -31,7 +32,8 @@ from common.records import Sampling
 from data import load_split
 from rollout import Engine
 from sampling.continuation import NOT_STARTED, Continuation
-from sampling.hf_engine import HFEngine
+from sampling.hf_engine import HFEngine, _prefixes
+from sampling.vllm_loop import request_seed
 from training.partial_rollouts import make_collector
 from training.prompt_stream import PromptStream
 from training.run import Run
@@ -123,29 +125,51 @@ class Occupancy:
         return thin / sum(span for span, _ in spans) if spans else 0.0
 
 
-def force_lengths(engine: Engine, cfg: Config) -> None:
-    """Let `engine` end each completion at a length that depends on its prompt's seed and its index alone."""
+class ForcedLengths:
+    """Lets `engine` end each completion at a length that depends on its prompt's seed and its index alone."""
 
-    def max_tokens(sampling: Sampling, seed: int, completion: int) -> int:
-        return log_normal_length((seed, completion), cfg.median, cfg.sigma, cfg.cap)
+    def __init__(self, engine: Engine, cfg: Config):
+        self.cfg, self.fixed = cfg, 0  # `fixed`: the length of all, if it is not 0
+        self._generate = engine.generate
+        self.left: dict[int, int] = {}  # vLLM: tokens left to each request, by its seed
+        engine.stop, engine.generate = engine.stop[:0], self.generate
+        if isinstance(engine, HFEngine):
+            self._continue, self._decode = engine._continue, engine._decode
+            engine._continue, engine._decode = self.continue_batch, self.decode
+        else:
+            self._params, engine._params = engine._params, self.params
 
-    generate = engine.generate
+    def length(self, seed: int, completion: int) -> int:
+        return self.fixed or log_normal_length((seed, completion), self.cfg.median, self.cfg.sigma, self.cfg.cap)
 
-    def generate_by_completion(prompts, seeds, sampling, continuation=None):
+    def generate(self, prompts, seeds, sampling, continuation=None):
         """A request for several completions has one limit for all, so continue completions that have not started."""
         not_started = [[NOT_STARTED] * sampling.n] * len(prompts)
-        return generate(prompts, seeds, sampling, continuation or Continuation(not_started, all))
+        continuation = continuation or Continuation(not_started, all)
+        for seed, group in zip(seeds, continuation.started):
+            for j, done in enumerate(len(rollout.ids) for rollout in group):
+                self.left[request_seed(seed, j, done)] = self.length(seed, j) - done
+        return self._generate(prompts, seeds, sampling, continuation)
 
-    engine.stop, engine.max_tokens, engine.generate = engine.stop[:0], max_tokens, generate_by_completion
+    def params(self, sampling: Sampling, n: int, seed: int, max_tokens: int) -> object:
+        return self._params(sampling, n, seed, self.left.pop(seed, max_tokens))
+
+    def continue_batch(self, prompts, seeds, sampling, rollouts, batch, *rest):
+        indices = [(i, j) for i, members, _ in _prefixes(rollouts, batch) for j in members]
+        self.limits = [self.length(seeds[i], j) - len(rollouts[i][j].ids) for i, j in indices]
+        return self._continue(prompts, seeds, sampling, rollouts, batch, *rest)
+
+    def decode(self, prefixes, uniforms, limits, *rest):
+        limits.copy_(torch.tensor(self.limits))  # in place: the sampler compares the lengths with them afterwards
+        return self._decode(prefixes, uniforms, limits, *rest)
 
 
-def compile_first(run: Run, data: str) -> None:
+def compile_first(run: Run, data: str, forced: ForcedLengths) -> None:
     """Take a step with short completions, in which the sampler and the update compile what they need."""
-    engine = run.collector.engine
-    max_tokens, engine.max_tokens = engine.max_tokens, lambda sampling, *_: min(sampling.max_tokens, 256)
+    forced.fixed = min(forced.cfg.cap, 256)
     restart(run, data, oversample=1.0, steps=1)
     speed.take_step(run, "compiling")
-    engine.max_tokens = max_tokens
+    forced.fixed = 0
 
 
 def restart(run: Run, data: str, oversample: float, steps: int) -> None:
@@ -236,8 +260,7 @@ def main(cfg: Config) -> None:
     side = 84 if cfg.shape == "tiny" else 448
     data = speed.prepare(pathlib.Path(cfg.folder), cfg.shape, {side}, 4 * cfg.prompts)[side]
     run = grpo.set_up(cfg.training_config(data, max(cfg.oversample)))
-    force_lengths(run.collector.engine, cfg)
-    compile_first(run, data)
+    compile_first(run, data, ForcedLengths(run.collector.engine, cfg))
     occupancy = Occupancy(run.collector.engine)
     results = [measure(run, data, oversample, cfg, occupancy) for oversample in cfg.oversample]
     if console.is_main():
