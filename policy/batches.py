@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,50 +16,24 @@ from policy.lora import without_dropout
 from policy.model import Policy, trains_vision, vision_parameters
 from policy.sharding import unsharded
 
-MICRO_BATCH_COST = 1000  # tokens that take as long as gathering weights and adding gradients once more (docs/log.md)
 
+def order_for_packing(groups: Sequence[Group], budget: int) -> list[Group]:
+    """Return `groups` in the order of few micro-batches of at most `budget` tokens, by first-fit decreasing.
 
-def order_for_packing(groups: Sequence[Group], budget: int, vision_cost: float) -> list[Group]:
-    """Return `groups` in an order for which `split_groups` needs few micro-batches of `budget` tokens.
-
-    Groups are cut if this saves more micro-batches (`MICRO_BATCH_COST`) than the repeated prompts cost. `vision_cost`:
-    see `vision_cost_per_token`.
-    """
-
-    def cost(batches: list[list[Group]]) -> float:
-        ordered = [group for batch in batches for group in batch]
-        images = sum(group.image_tokens for group in ordered)
-        return MICRO_BATCH_COST * len(batches) + sum(group.tokens for group in ordered) + vision_cost * images
-
-    if sum(group.tokens for group in groups) <= budget:  # they fit into one; what follows would find the same order
-        return sorted(groups, key=lambda group: -group.tokens)
-    best = min((_first_fit(groups, budget, cut) for cut in (False, True)), key=cost)
-    return [group for batch in best for group in batch]
-
-
-def _first_fit(groups: Sequence[Group], budget: int, cut: bool) -> list[list[Group]]:
-    """Distribute `groups` over micro-batches of at most `budget` tokens by first-fit decreasing.
-
-    The largest comes first, and each goes into the first micro-batch that it fits into. With `cut`, a group that fits
-    into none is cut, and its completions fill what is free in each. Groups larger than the budget are always cut. A
-    group that opens a micro-batch did not fit into the one before, so `split_groups` makes the same cuts.
+    The largest comes first, and each goes into the first micro-batch that it fits into. Groups larger than the budget
+    are cut. A group that opens a micro-batch did not fit into the one before, so `split_groups` makes the same cuts.
     """
     batches: list[list[Group]] = []
     free: list[int] = []
     pieces = [piece for group in groups for piece in split_group(group, budget)]
     for piece in sorted(pieces, key=lambda piece: -piece.tokens):
-        size, left = piece.tokens, piece.completions
-        fitting = next(([i] for i, tokens in enumerate(free) if size <= tokens), range(len(free)) if cut else [])
-        for i in fitting:
-            if left and len(piece.prompt.ids) + left[0].tokens <= free[i]:
-                first = split_group(replace(piece, completions=left), free[i])[0]
-                batches[i].append(first)
-                free[i] -= first.tokens
-                left = left[len(first.completions) :]
-        if left:
-            batches.append([replace(piece, completions=left)])
-            free.append(budget - batches[-1][0].tokens)
-    return batches
+        i = next((i for i, tokens in enumerate(free) if piece.tokens <= tokens), len(free))
+        if i == len(free):
+            batches.append([])
+            free.append(budget)
+        batches[i].append(piece)
+        free[i] -= piece.tokens
+    return [piece for batch in batches for piece in batch]
 
 
 def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[tuple[PackedBatch, bool]]:

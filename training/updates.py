@@ -91,7 +91,7 @@ class Updater:
         several_gpus = distributed.world_size() > 1 and next(self.policy.parameters()).is_cuda
         if fast := extra("fast") if several_gpus else None:
             groups = fast.rebalance(groups, self.vision_cost)
-        return order_for_packing(groups, self.micro_batch_tokens, self.vision_cost)
+        return order_for_packing(groups, self.micro_batch_tokens)
 
     def with_logprobs(self, policy: Policy, minibatches: list[list[Group]], name: str) -> list[list[Group]]:
         """Return `minibatches` with the log-probabilities of each completion under `policy` in its field `name`.

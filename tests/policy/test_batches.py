@@ -1,10 +1,9 @@
 """Micro-batches: they are full, and a single process takes the gradients that FSDP has accumulated.
 
-Guards against: completions lost or repeated, and groups cut where their repeated prompts cost more than it saves.
+Guards against: completions lost or repeated.
 """
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -23,26 +22,9 @@ def test_groups_are_ordered_so_that_micro_batches_are_full():
     """By hand: groups of 60, 30, 80, 40 and 120 tokens fill four micro-batches of 110, not five."""
     groups = groups_of([[50], [20], [70], [30], [100, 10]])
     assert len(split_groups(groups, 110)) == 5
-    parts = split_groups(batches.order_for_packing(groups, 110, 0.0), 110)
+    parts = split_groups(batches.order_for_packing(groups, 110), 110)
     assert [[group.tokens for group in part] for part in parts] == [[110], [80, 30], [60, 40], [20]]
     assert [[group.index for group in part] for part in parts] == [[4], [2, 1], [0, 3], [4]]
-
-
-def test_groups_are_cut_if_that_saves_enough_micro_batches(monkeypatch):
-    """By hand: in each micro-batch of 110 tokens, a group of 60 leaves 50 free.
-
-    With a prompt of 10 tokens and completions of 10, four groups need four micro-batches whole. Cut, they need three:
-    60 + 50, then what is left of the second group (10 + 10) with the third (60) and a piece of the fourth (10 + 20),
-    then the rest of the fourth (10 + 30). That is one micro-batch less for two more prompts: 20 tokens, or 40 if all
-    of them are image tokens that a trained tower computes again, at the cost of a token each.
-    """
-    groups = [replace(g, prompt=replace(g.prompt, image_token=0)) for g in groups_of([[10] * 5 for _ in range(4)])]
-    whole = [[(0, 60)], [(1, 60)], [(2, 60)], [(3, 60)]]
-    cut = [[(0, 60), (1, 50)], [(1, 20), (2, 60), (3, 30)], [(3, 40)]]
-    for cost, vision_cost, want in [(19, 0.0, whole), (21, 0.0, cut), (39, 1.0, whole), (41, 1.0, cut)]:
-        monkeypatch.setattr(batches, "MICRO_BATCH_COST", cost)
-        parts = split_groups(batches.order_for_packing(groups, 110, vision_cost), 110)
-        assert [[(group.index, group.tokens) for group in part] for part in parts] == want
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -50,7 +32,7 @@ def test_ordering_for_packing_keeps_every_completion(seed):
     """Also those longer than a micro-batch; no micro-batch could take the first group of the next."""
     g = torch.Generator().manual_seed(seed)
     groups = groups_of([torch.randint(1, 400, (8,), generator=g).tolist() for _ in range(20)])
-    ordered = batches.order_for_packing(groups, 300, 0.0)
+    ordered = batches.order_for_packing(groups, 300)
     assert sorted((group.index, id(c)) for group in ordered for c in group.completions) == sorted(
         (group.index, id(c)) for group in groups for c in group.completions
     )
