@@ -13,7 +13,6 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -36,10 +35,6 @@ TURNS = {  # orientation -> how to turn the image upright
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow starts other programs to decode some other formats
 max_megapixels = 64.0  # set by `allow_megapixels`; replaces Pillow's own limit
 Image.MAX_IMAGE_PIXELS = None
-PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # number of values per pixel of each colour type
-PLAIN_CHUNKS = (b"IHDR", b"IDAT", b"IEND", b"gAMA", b"cHRM", b"sRGB", b"pHYs", b"sBIT", b"tIME", b"bKGD")
-MAX_FILTER = 4  # PNG's filters are numbered 0 to 4
-INTERLACED = ((0, 8, 0, 8), (0, 8, 4, 8), (4, 8, 0, 4), (0, 4, 2, 4), (2, 4, 0, 2), (0, 2, 1, 2), (1, 2, 0, 1))
 BAND = 256  # number of pixel rows that are rescaled at a time
 
 
@@ -94,58 +89,15 @@ def _rescale(image: Image.Image) -> Image.Image:
 def check_image(source: ImageSource) -> tuple[int, int]:
     """Check that an image is intact and return its upright (height, width). Raises the same errors as `decode_image`.
 
-    For PNG, the checksums are verified, and the data is unpacked to see that no row is missing or damaged. Unpacking
-    takes less time and memory than decoding, which is left to PNGs with a palette or metadata. JPEG is decoded at an
-    eighth of its size, but every byte is read. Other formats are decoded in full.
+    JPEG is decoded at an eighth of its size, but every byte is read. Other formats are decoded in full.
     """
-    content = read_source(source)
     with _readable():
-        image = _open(content)
+        image = _open(source)
         width, height = image.size
-        if is_png := image.format == "PNG" and not isinstance(content, Image.Image):
-            image.verify()
-            with io.BytesIO(content) if isinstance(content, bytes) else open(content, "rb") as file:
-                is_plain = _check_png_rows(file)
-        else:
-            image.draft("L", (1, 1))  # only JPEG supports drafts; other formats ignore this
-            image.load()
-            if image.getexif().get(ORIENTATION) in (5, 6, 7, 8):
-                width, height = height, width
-    if is_png and not is_plain:
-        width, height = decode_image(content).size
-    return height, width
-
-
-def _check_png_rows(file: BinaryIO) -> bool:
-    """Unpack the data of a PNG without keeping it. Raises ValueError if rows are missing (PNG specification, 7 to 10).
-
-    Pillow leaves missing rows black if the compressed stream ends early but correctly. Returns whether this was all
-    that could be wrong: whether the PNG has neither a palette, nor metadata, nor interlaced rows.
-    """
-    file.seek(16)  # skip the signature, and the size and name of the first chunk
-    width, height, depth, colour, interlaced = struct.unpack(">IIBBxxB", file.read(13))
-    passes = INTERLACED if interlaced else ((0, 1, 0, 1),)
-    sizes = [(len(range(x, width, dx)), len(range(y, height, dy))) for y, dy, x, dx in passes]
-    bits = depth * PNG_CHANNELS[colour]
-    row_bytes = 1 + -(-width * bits // 8)  # each row starts with a byte for its filter
-    size = sum(h * (1 + -(-w * bits // 8)) for w, h in sizes if w)
-    is_plain, unpacked = colour != 3 and not interlaced, 0
-    file.seek(8)
-    stream = zlib.decompressobj()
-    while len(head := file.read(8)) == 8:
-        length, name = struct.unpack(">I4s", head)
-        data = file.read(length)
-        file.seek(4, io.SEEK_CUR)  # skip the checksum
-        is_plain = is_plain and name in PLAIN_CHUNKS
-        while name == b"IDAT" and data and unpacked < size:
-            part = stream.decompress(data, 2**20)[: size - unpacked]
-            if is_plain and max(part[-unpacked % row_bytes :: row_bytes], default=0) > MAX_FILTER:
-                raise ValueError("a row has an unknown filter")
-            unpacked += len(part)
-            data = stream.unconsumed_tail
-    if unpacked < size:
-        raise ValueError("its data ends before its last row")
-    return is_plain
+        image.draft("L", (1, 1))  # only JPEG supports drafts; other formats ignore this
+        image.load()
+        is_turned = image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
+    return (width, height) if is_turned else (height, width)
 
 
 def read_source(source: ImageSource) -> bytes | str | pathlib.Path | Image.Image:
