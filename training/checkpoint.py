@@ -5,22 +5,20 @@
 A checkpoint holds the trained parameters and the optimizer state in `torch.distributed.checkpoint` format, the random
 states of every process, the prompts that partial rollouts have in flight, and `state.json` with everything else.
 Threads write the tensors while training continues: nothing changes them until the next optimizer step, which waits
-until all have been read (`Saver.wait_until_read`). Host memory holds copies of the tensors that are being written, and
-of those that come last (`HostCopyPlanner`). `run_folder.py` names, finds and deletes the checkpoints of a run.
+until all have been read (`Saver.wait_until_read`): on a GPU, until parts/fast has copied them to host memory.
+`run_folder.py` names, finds and deletes the checkpoints of a run.
 """
 
-import io
 import json
-import math
 import os
 import random
 import shutil
 import threading
 import traceback
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -29,9 +27,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
@@ -39,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 from common import cli, console, distributed
 from common.console import hide_credentials
 from common.errors import RunStopped, UserError
+from common.parts import extra
 from config import PolicyFlags, RunFlags
 from policy.export import export
 from policy.model import Policy, load_policy
@@ -59,8 +56,6 @@ PROGRESS = {"step", "eval_due", "collector", "updater", "config", "parts"}  # wh
 IN_FLIGHT = "in_flight.pt"  # the prompts of partial rollouts that are not trained on yet
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # frozen weights come from the starting model
 WRITING_THREADS = 8  # each holds one tensor at a time in host memory
-EARLY_COPIES = 14e9  # bytes of host memory for tensors that wait to be written, over all processes of a machine
-PINNED_BYTES = 2**25  # size of the buffer that tensors pass through from the GPU
 
 
 @dataclass
@@ -198,9 +193,10 @@ class Saver:
         # stream, behind the work of training. In a file of several tensors, torch would keep them all in host memory.
         options = {"thread_count": WRITING_THREADS, "sync_files": False, "single_file_per_rank": False}
         writer = FileSystemWriter(self.folder.partial(step), **options)
+        fast = host_copies()
         try:
             with ThreadPoolExecutor(1) as pool:
-                planner = HostCopyPlanner(pool, self.was_read.set)
+                planner = fast.HostCopyPlanner(pool, self.was_read.set) if fast else None
                 dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self.group)
         finally:
             self.was_read.set()
@@ -222,62 +218,9 @@ class Saver:
         return text.splitlines()[-1][:200]
 
 
-class HostCopyPlanner(DefaultSavePlanner):
-    """Tells `dcp.save` what to write, and copies each tensor to host memory before it is written.
-
-    The tensors that are written last are copied ahead, as many as fit into `EARLY_COPIES`. Training therefore waits for
-    the disk only as long as the others take. Calls `on_read` once all tensors have been copied.
-    """
-
-    def __init__(self, pool: ThreadPoolExecutor, on_read: Callable[[], object]):
-        super().__init__()
-        self.pool, self.on_read, self.lock = pool, on_read, threading.Lock()
-        self.unread = 0  # number of tensors not copied yet
-        self.copied_ahead: dict[MetadataIndex, Future[Tensor]] = {}
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        plan = super().finish_plan(new_plan)
-        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-        self.unread, free = len(tensors), EARLY_COPIES / distributed.local_world_size()
-        for item in reversed(tensors):
-            free -= math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-            if free < 0:
-                break
-            self.copied_ahead[item.index] = self.pool.submit(self._copy, item)
-        return plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        if write_item.type == WriteItemType.BYTE_IO:
-            return super().resolve_data(write_item)
-        copied = self.copied_ahead.pop(write_item.index, None)
-        return copied.result() if copied else self._copy(write_item)
-
-    def _copy(self, write_item: WriteItem) -> Tensor:
-        copy = copy_to_host(super().resolve_data(write_item))
-        with self.lock:
-            self.unread -= 1
-            if not self.unread:
-                self.on_read()
-        return copy
-
-
-def copy_to_host(tensor: Tensor) -> Tensor:
-    """Return a copy of `tensor` in host memory, made beside what the GPU does for training.
-
-    Each piece goes through a pinned buffer, because a copy to pageable memory would occupy the driver.
-    """
-    if not tensor.is_cuda:
-        return tensor.detach().clone()
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-    source, target = (x.detach().reshape(-1).view(torch.uint8) for x in (tensor, copy))
-    pinned = torch.empty(min(PINNED_BYTES, len(source)), dtype=torch.uint8, pin_memory=True)
-    stream = torch.cuda.Stream(tensor.device)
-    with torch.cuda.stream(stream):
-        for piece, target_piece in zip(source.split(PINNED_BYTES), target.split(PINNED_BYTES)):
-            pinned[: len(piece)].copy_(piece, non_blocking=True)
-            stream.synchronize()
-            target_piece.copy_(pinned[: len(piece)])
-    return copy
+def host_copies() -> ModuleType | None:
+    """Return parts/fast on a GPU. On a CPU and without it, the next update waits until a checkpoint is written."""
+    return extra("fast") if torch.cuda.is_available() else None
 
 
 def state_tensors(policy: Policy, reference: Policy | None, optimizers: Optimizers) -> dict[str, Any]:

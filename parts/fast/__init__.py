@@ -1,8 +1,9 @@
-"""Speed on GPUs: FlashAttention 4, equal work for all processes, and vLLM's short paths. It changes no number on a CPU.
+"""Speed on GPUs: FlashAttention 4, equal work for all processes, vLLM's short paths, and checkpoints written beside
+training. It changes no number on a CPU.
 
-Imports the core; `common.parts.extra` imports it. Start reading at `balance.py`, which moves completions between
-processes. `flash_attention.py` is an operator for Hopper GPUs, `fast_decode.py` a scheduler for vLLM, `vllm_worker.py`
-its memory in one block, and `vllm_logprobs.py` computes what it needs of log-probabilities.
+Imports the core. Start reading at `balance.py`, which moves completions between processes. `flash_attention.py` is an
+operator for Hopper GPUs, `fast_decode.py` a scheduler for vLLM, `vllm_worker.py` its memory in one block,
+`vllm_logprobs.py` its log-probabilities, and `host_copies.py` copies what is written.
 """
 
 import logging
@@ -10,8 +11,9 @@ from typing import Any
 
 from parts.fast import flash_attention
 from parts.fast.balance import rebalance
+from parts.fast.host_copies import HostCopyPlanner
 
-__all__ = ["flash_head_dim", "rebalance", "vllm_options"]
+__all__ = ["HostCopyPlanner", "flash_head_dim", "rebalance", "vllm_options"]
 
 
 def flash_head_dim() -> int:

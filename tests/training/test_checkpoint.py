@@ -14,7 +14,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -28,7 +27,6 @@ import grpo
 from common.errors import RunStopped, UserError
 from common.files import read_jsonl
 from policy.model import Policy
-from policy.optimizer import ShardAdamW
 from tests.helpers.marks import slow
 from tests.helpers.runs import SMALL, config, difference, metrics, plugin_with_timeout, weights
 from tests.helpers.scripts import Script, check_success, run_script, torchrun
@@ -70,43 +68,6 @@ def test_kills_change_not_a_bit(processes, kills, settings, brief_model, shapes,
     rows = metrics(tmp_path / "plain")
     assert rows == metrics(tmp_path / "killed")
     assert not settings or any(row["partial/groups_unfinished"] for row in rows)
-
-
-def test_training_goes_on_while_a_checkpoint_is_read_but_does_not_change_it(tiny_model, shapes, tmp_path, monkeypatch):
-    """Reading the tensors takes longer than what precedes the next update. Some are copied ahead, some are not.
-
-    The next update waits until they are read, but not until they are on the disk.
-    """
-    grpo.main(config(tiny_model, shapes, tmp_path / "plain", max_steps=2, save_every=1))
-    copy_to_host, phases = checkpoint.copy_to_host, []
-    step, save, went_on, in_time = ShardAdamW.step, checkpoint.dcp.save, threading.Event(), []
-
-    def slow(tensor):
-        phases.append("read")
-        time.sleep(0.1 * (phases.count("step") == 1))
-        return copy_to_host(tensor)
-
-    def recorded(*args, **kwargs):
-        phases.append("step")
-        if phases.count("step") == 2:
-            went_on.set()
-        return step(*args, **kwargs)
-
-    def write(*args, **kwargs):
-        save(*args, **kwargs)
-        in_time.append(went_on.wait(30))  # as if the disk were so slow
-
-    monkeypatch.setattr(checkpoint.dcp, "save", write)
-    monkeypatch.setattr(checkpoint, "copy_to_host", slow)
-    monkeypatch.setattr(checkpoint, "EARLY_COPIES", 1e6)
-    monkeypatch.setattr(ShardAdamW, "step", recorded)
-    grpo.main(config(tiny_model, shapes, tmp_path / "slow", max_steps=2, save_every=1))
-    assert in_time == [True, True], "the update in step 2 has waited for the disk"
-    for name in ("checkpoint-1", "checkpoint-2"):
-        assert difference(tmp_path / "plain" / name, tmp_path / "slow" / name, tmp_path) == 0.0
-    first, second = (i for i, phase in enumerate(phases) if phase == "step")
-    reads = phases[first:second].count("read")
-    assert reads == phases[second:].count("read") > 50
 
 
 @pytest.mark.parametrize("processes", [0, pytest.param(4, marks=SLOW)])
