@@ -15,39 +15,21 @@ import json
 import os
 import pathlib
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from common import cli, console, distributed, plugins
-from common.errors import RunStopped, UserError, find_entry, require
+from common.errors import RunStopped, UserError, require
 from common.files import atomic_write, json_lines, lock_file, read_jsonl, release_locks
+from common.parts import extra
 from common.records import TAG, RequestLimits, Sample, Turn
 from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags, check_values
 from data import Processor, load_split, processor_for
-from evaluation.benchmarks import (
-    BENCHMARKS,
-    Benchmark,
-    check_pairs,
-    judge_benchmark,
-    judge_math,
-    judge_mathverse,
-    load_benchmark,
-    to_sample,
-)
-from evaluation.figures import draw_scores, write_differences
 from evaluation.held_out import PROGRESS, SamplingFlags, judge_task, open_progress, sample_rows
-from evaluation.metrics import (
-    format_table,
-    pair_predictions,
-    pass_at_k,
-    score_difference,
-    summarise,
-    summarise_benchmark,
-)
+from evaluation.metrics import format_table, pass_at_k, summarise
 from evaluation.scorer import Scorer
-from grading.math_workers import check_math
-from grading.verifier import Verifier, make_verifier
+from grading.verifier import Verifier
 from inputs.images import file_version
 from inputs.rows import RowError, answer_text, drop_images, raw_rows
 from policy.model import Policy, compute_dtype, empty_model, load_policy
@@ -78,8 +60,9 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
     predictions: str | None = None
     """Saved predictions to score without a model: rows with `response` or `responses`, plus the columns of the
     benchmark or, for a task, `prompt` and `answer`."""
-    benchmark: Literal[tuple(BENCHMARKS)] | None = None  # type: ignore[valid-type]
-    """Named benchmark to score on instead of a task; its rows come from the hub unless `data` is given."""
+    benchmark: str | None = None
+    """Named benchmark to score on instead of a task: aime24, math500, gpqa_diamond, geometry3k, vqa_rad, mme, mmstar,
+    mathvista or mathverse; its rows come from the hub unless `data` is given."""
     data: str = ""
     """Rows to score on, in any format that training reads. For a benchmark: a file or folder with the columns of the
     benchmark."""
@@ -154,6 +137,8 @@ def read_predictions(path: str, cfg: Config, gold_task: str | None = None) -> tu
         raise UserError(f"{path}: no usable row")
     samples, outputs = map(list, zip(*rows[: cfg.limit or None]))
     if cfg.benchmark == "mme":
+        from parts.benchmarks import check_pairs
+
         check_pairs(samples)
     return samples, outputs
 
@@ -187,6 +172,8 @@ def _saved_sample(cfg: Config, gold_task: str | None, source: str, row: dict, ha
     for name in ("answers", "measures", "gold", "source") if cfg.benchmark else ("exact", "rewards", "source"):
         row.pop(name, None)  # added by an earlier evaluation
     if cfg.benchmark:
+        from parts.benchmarks import to_sample
+
         row.pop("prompt", None)
         return to_sample(cfg.benchmark, source, row)
     if missing := [name for name in ("prompt", "answer") if not isinstance(row.get(name), str | int | float)]:
@@ -211,6 +198,8 @@ def generate_responses(
     check_engine_available(cfg, device)
     processor = processor_for(cfg, "math" if cfg.benchmark else cfg.task)
     if cfg.benchmark:
+        from parts.benchmarks import load_benchmark
+
         samples = load_benchmark(cfg.benchmark, cfg, processor, cfg.limit)
     else:
         samples = load_split(cfg, cfg.data, gold_task, processor, keep_duplicates=True)[: cfg.limit or None]
@@ -318,11 +307,9 @@ class Judge:
             self.scorer = Scorer(cfg.task, cfg)
             self.gold_task = self.scorer.gold_task
             return
-        benchmark = find_entry("benchmark", cfg.benchmark, BENCHMARKS, Benchmark)
-        if benchmark.judge in (judge_math, judge_mathverse):
-            check_math()
-        if benchmark.server_role:
-            self.server = make_verifier(cfg, cfg.judge_cache)
+        from parts.benchmarks import start_judge
+
+        self.server = start_judge(cfg.benchmark, cfg, cfg.judge_cache)
 
     def __call__(self, samples: list[Sample], outputs: list[dict]) -> tuple[dict, list[dict]]:
         """Return the scores and the judged predictions."""
@@ -330,7 +317,11 @@ class Judge:
         if name is None:
             predictions = judge_task(self.scorer, samples, outputs)
             reason = distributed.first_error(self.scorer.unscored_reason or None)
-            return {"task": task} | summarise(predictions, task, reason), predictions
+            benchmarks = extra("benchmarks")
+            interval = benchmarks.mean_interval if benchmarks else None
+            return {"task": task} | summarise(predictions, task, reason, interval), predictions
+        from parts.benchmarks import judge_benchmark, summarise_benchmark
+
         predictions = judge_benchmark(name, samples, outputs, self.server)
         return summarise_benchmark(name, predictions, self.server.model if self.server else None), predictions
 
@@ -378,6 +369,8 @@ def write_results(
     scores = {name: value for name, value in sources.items() if value is not None} | scores
     scored, comparison = [], {}
     if baseline_results:
+        from parts.benchmarks import pair_predictions, score_difference, write_differences
+
         baseline_scores, baseline_predictions = baseline_results
         matched = pair_predictions(cfg.benchmark, baseline_predictions, predictions)
         scored = [pair for pair in matched if None not in (*pair[0].get("rewards", []), *pair[1].get("rewards", []))]
@@ -391,13 +384,14 @@ def write_results(
     _write_predictions(folder, scores | comparison | step, predictions)
     if (folder / "baseline").is_dir():  # then the page is that of a comparison, which may be an earlier one
         (folder / "completions.html").unlink(missing_ok=True)
-    draw_scores(folder, scores, comparison.get("baseline"))
+    if benchmarks := extra("benchmarks"):
+        benchmarks.draw_scores(folder, scores, comparison.get("baseline"))
     print(f"{cfg.predictions or cfg.adapter or cfg.model}: {scores['n']} rows")
     print(format_table(scores, **comparison))
     if baseline_results:
         lost, won = write_differences(folder, scores, scored, {sample.source: sample for sample in samples})
         print(f"right before, wrong after: {lost}; wrong before, right after: {won}; see {folder}/completions.html")
-    print(f"{folder}/scores.json, {folder}/scores.png")
+    print(f"{folder}/scores.json" + (f", {folder}/scores.png" if benchmarks else ""))
     if run:  # whose page then shows these scores
         write_index(folder.parent)
         print(f"{folder.parent}/index.html")

@@ -265,7 +265,7 @@ case $recipe in
     # score the run as its recipe did, unless a benchmark is named
     [[ $* == *--benchmark* ]] || [ ! -f "$run/eval.flags" ] || mapfile -t eval_flags < "$run/eval.flags"
     evaluate_run "$run" "${eval_flags[@]}" ${TEST_DATA:+--data "$TEST_DATA"} "$@" ${OUTPUT:+--output "$OUTPUT"}
-    .venv/bin/python -m evaluation.lmms_eval "$run" "$@" ;;
+    .venv/bin/python -m parts.benchmarks.lmms_eval "$run" "$@" ;;
   fits)
     set_up
     exec .venv/bin/python -m apps.fits "$@" ;;

@@ -10,7 +10,7 @@ from common.errors import UserError
 from data import load_processor, load_samples
 from evaluate import Config, free_share
 from evaluation import held_out
-from evaluation.metrics import format_table, interval, mean_score, pass_at_k, summarise
+from evaluation.metrics import format_table, pass_at_k, summarise
 from policy.model import load_model
 from sampling.hf_engine import HFEngine
 from tests.helpers.scripts import VECTORS
@@ -66,14 +66,6 @@ def test_each_of_a_few_gold_answers_has_a_score():
     names = [row | {"answer": f"name {i}"} for i, row in enumerate(rows)]
     assert not summarise(names, "vqa")["parts"], "most answers are answers to one row only"
     assert not summarise(rows[:1] + rows[3:4], "count")["parts"], "there is one answer"
-
-
-def test_bootstrap_interval():
-    assert interval(mean_score([1.0] * 50).bootstrap()) == (1.0, 1.0)
-    low, high = interval(mean_score([0.0, 1.0] * 200).bootstrap())
-    # the standard error of the mean is 0.5 / sqrt(400) = 0.025, and the interval is about ±1.96 standard errors
-    assert low == pytest.approx(0.5 - 0.049, abs=0.01)
-    assert high == pytest.approx(0.5 + 0.049, abs=0.01)
 
 
 @pytest.mark.parametrize("bad", [dict(n=0), dict(n=4), dict(temperature=-1.0), dict(top_p=0.0), dict(limit=-1)])

@@ -21,10 +21,9 @@ from common.errors import UserError
 from common.files import read_jsonl
 from common.records import Rollout
 from config import RewardFlags
-from evaluation import lmms_eval
 from evaluation.run_flags import run_flags
 from evaluation.scorer import Scorer
-from tests.helpers.marks import slow
+from tests.helpers.marks import needs, slow
 from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL
 from tests.helpers.scripts import ROOT, run_script
@@ -119,6 +118,7 @@ def test_evaluations_know_the_task_of_a_plugin(trained, mine, tmp_path):
     assert "error: --task first_digit: choose one of count, vqa, math, or add one with --plugin" in unknown.stderr
 
 
+@needs("parts/benchmarks")
 def test_a_plugin_has_flags_and_a_benchmark(tiny_model, shapes, tmp_path):
     """The plugin of docs/plugins.md. Started in new interpreters, since other tests have imported evaluate.py."""
     plugin = tmp_path / "weighted.py"
@@ -148,7 +148,10 @@ def test_a_plugin_has_flags_and_a_benchmark(tiny_model, shapes, tmp_path):
     assert json.loads((tmp_path / "scores.json").read_text())["score"] == 0.5
     explained = " ".join(re.sub("[│╭╰─╮╯]", " ", start("evaluate.py", "--help").stdout).split())
     assert "--negative_weight FLOAT Weight of negative advantages in the loss `weighted`. (default: 1.0)" in explained
-    assert "mathverse,sums" in explained
+    unknown = start("evaluate.py", *arguments(predictions=tmp_path / "saved.jsonl", benchmark="sum", output=tmp_path))
+    assert (unknown.returncode, unknown.stderr.count("\n")) == (2, 1)
+    assert unknown.stderr.startswith("error: --benchmark sum: choose one of aime24, math500,")
+    assert unknown.stderr.endswith("mathverse, sums, or add one with --plugin FILE\n")
     convert = ["convert", f"--input_jsonl={shapes}", f"--output_jsonl={tmp_path}/rows.jsonl", "--task=own"]
     plugin.write_text(f"{WEIGHTED}\nimport rewards\nrewards.TASKS['own'] = rewards.TASKS['count']\n")
     assert start("data.py", *convert).returncode == 0
@@ -304,8 +307,6 @@ def test_a_config_of_another_shape_is_refused_at_an_evaluation(text, tmp_path):
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(UserError, match=r"config.json cannot be read: restore it"):
         run_flags(tmp_path, set())
-    with pytest.raises((UserError, KeyError)):
-        lmms_eval.main(str(tmp_path))
 
 
 def test_a_flag_that_config_json_lacks_is_left_out(tmp_path):

@@ -17,6 +17,8 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
+pytest.importorskip("parts.benchmarks", reason="needs parts/benchmarks, which is not here")
+
 import evaluate
 from common.errors import UserError
 from common.files import read_jsonl
@@ -24,8 +26,12 @@ from common.records import Cell, Sample, Turn
 from config import VerifierFlags
 from data import load_processor
 from evaluate import Config, read_predictions
-from evaluation import lmms_eval
-from evaluation.benchmarks import (
+from evaluation.held_out import open_progress
+from evaluation.metrics import format_table
+from grading.answers import answer_part, chosen_letter, extract_choice, math_answers, short_answer, whole_number
+from grading.verifier import ReplyCache, Verifier
+from parts.benchmarks import mean_interval, pair_predictions, score_difference, summarise_benchmark
+from parts.benchmarks.table import (
     BENCHMARKS,
     COGNITION,
     PERCEPTION,
@@ -38,10 +44,6 @@ from evaluation.benchmarks import (
     normalise_mathvista,
     to_sample,
 )
-from evaluation.held_out import open_progress
-from evaluation.metrics import format_table, pair_predictions, score_difference, summarise_benchmark
-from grading.answers import answer_part, chosen_letter, extract_choice, math_answers, short_answer, whole_number
-from grading.verifier import ReplyCache, Verifier
 from policy.model import untie
 from tests.helpers import tiny
 from tests.helpers.rows import make_sample
@@ -167,6 +169,14 @@ def test_aime():
     assert scores["pass@2"] == pytest.approx(1 - (5 * 4) / (8 * 7))
     assert scores["pass@8"] == 1.0
     assert scores["completions_per_row"] == 8
+
+
+def test_bootstrap_interval():
+    assert mean_interval([1.0] * 50) == (1.0, 1.0)
+    low, high = mean_interval([0.0, 1.0] * 200)
+    # the standard error of the mean is 0.5 / sqrt(400) = 0.025, and the interval is about ±1.96 standard errors
+    assert low == pytest.approx(0.5 - 0.049, abs=0.01)
+    assert high == pytest.approx(0.5 + 0.049, abs=0.01)
 
 
 def test_math500_by_level():
@@ -986,43 +996,3 @@ def test_odd_lengths_of_predictions_are_ignored(tmp_path, length):
     (tmp_path / "p.jsonl").write_text(json.dumps(row))
     ((_, outputs),) = [read_predictions(f"{tmp_path}/p.jsonl", Config(predictions="p", task="count"))]
     assert outputs == [{"responses": ["1"]}]
-
-
-# --- lmms-eval --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("task", ["vqa", "count"])
-@pytest.mark.parametrize("as_text", [True, False])
-def test_the_chat_template_for_lmms_eval_asks_as_training_did(tiny_model, tmp_path, task, as_text):
-    (tmp_path / "t.jinja").write_text('Q: {{ content }}\n"Think" 🤔 {% raw %}{{ }}{% endraw %}\n%}')
-    for template in (None, str(tmp_path / "t.jinja")):
-        processor = load_processor(tiny_model, task, template)
-        rendered = processor.template.render(content="How many?")
-        messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}]
-        expected = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": rendered}]}]
-        if as_text:
-            messages, expected = ([{"role": "user", "content": text}] for text in ("How many?", rendered))
-        elif template:  # the text before the question comes before the image
-            expected[0]["content"] = [{"type": "text", "text": "Q: "}, {"type": "image"}]
-            expected[0]["content"] += [{"type": "text", "text": rendered.removeprefix("Q: ")}]
-        if processor.system:
-            expected.insert(0, {"role": "system", "content": processor.system})
-        apply = functools.partial(processor.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
-        wrapped = lmms_eval.chat_template(tiny_model, task, template)
-        assert apply(messages, chat_template=wrapped) == apply(expected)
-        given = [{"role": "system", "content": "its own"}, *messages]
-        assert "its own" in apply(given, chat_template=wrapped)
-
-
-def test_lmms_eval_is_recommended_with_the_template(tiny_model, tmp_path, capsys):
-    (tmp_path / "final").mkdir()
-    (tmp_path / "final" / "adapter_config.json").touch()
-    settings = {"model": tiny_model, "task": "math", "template": None}
-    settings |= {"min_pixels": 3136, "max_pixels": 7056, "max_side": 0}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    lmms_eval.main(str(tmp_path))
-    shown = capsys.readouterr().out
-    assert f"--base_model {tiny_model} --lora_model {tmp_path}/final --output_path {tmp_path}/merged" in shown
-    assert f"model={tmp_path}/merged,chat_template={tmp_path}/chat_template.jinja," in shown
-    assert "mathvista_testmini,mathverse_testmini" in shown and '{"min_pixels":3136,"max_pixels":7056}' in shown
-    assert "<think>" in (tmp_path / "chat_template.jinja").read_text()

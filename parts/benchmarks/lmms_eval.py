@@ -1,6 +1,6 @@
 """Print the commands that score a trained run in lmms-eval. `./run.sh eval RUN` calls this module.
 
-    python -m evaluation.lmms_eval runs/vqa
+    python -m parts.benchmarks.lmms_eval runs/vqa
 
 lmms-eval knows nothing of the prompt that the model was trained with. The prompt is therefore put into a chat template,
 `chat_template.jinja` in the run's folder, which lmms-eval's `vllm` model uses.

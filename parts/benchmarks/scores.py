@@ -1,0 +1,178 @@
+"""Scores of predictions with bootstrap intervals, the summary of a benchmark, and two models side by side.
+
+Of a benchmark, a prediction (evaluation/metrics.py) also holds the answer read from each response (`answers`) and
+further numbers about it (`measures`).
+"""
+
+import json
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from common.errors import UserError
+from evaluation.metrics import RULE_SCORED, group_by, mean, shared_scores
+from parts.benchmarks.table import BENCHMARKS, COGNITION, PERCEPTION, subset_value
+from rewards import MAX_UNSCORED
+
+RESAMPLES = 2000
+
+
+# --- scores -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score: `weight` times the sum of R mean values. Each mean is over some of the U rows, or over images for MME.
+
+    R is 1 for a plain score, the number of categories for a mean over categories, and twice that for MME.
+    """
+
+    values: np.ndarray  # (U, R); 0 where the value does not count
+    counted: np.ndarray  # (U, R); 1 where the value counts in the mean, else 0
+    weight: float = 1.0
+
+    def total(self) -> float:
+        """Return the score."""
+        sums = zip(self.values.T, self.counted.T)
+        return float(sum(self.weight * values.sum() / counted.sum() for values, counted in sums))
+
+    def bootstrap(self) -> np.ndarray:
+        """Return bootstrap scores (RESAMPLES,), each computed from U units drawn with replacement.
+
+        The seed is fixed: if two models are evaluated on the same rows, the same rows are drawn for both.
+        """
+        means = self.values.sum(0) / self.counted.sum(0)  # (R,), used for a category if none of its units is drawn
+        rng, units, scores = np.random.default_rng(0), len(self.values), []
+        for _ in range(RESAMPLES):
+            draws = np.bincount(rng.integers(units, size=units), minlength=units)  # (U,)
+            counted = draws @ self.counted
+            drawn_means = np.where(counted > 0, draws @ self.values / np.maximum(counted, 1), means)
+            scores.append(drawn_means @ np.full(len(means), self.weight))
+        return np.array(scores)
+
+
+def mean_score(values: Sequence[float]) -> Score:
+    """Return the plain mean of `values` as a score."""
+    return _by_category([values], [""] * len(values), 1.0)
+
+
+def _by_category(columns: Sequence[Sequence[float]], categories: Sequence[Hashable], weight: float) -> Score:
+    """Return the sum of the means of every column within every category, times `weight`."""
+    masks = [np.array([float(c == name) for c in categories]) for name in sorted(set(categories), key=str)]
+    values = [np.asarray(column, dtype=float) * mask for mask in masks for column in columns]
+    return Score(np.stack(values, 1), np.repeat(np.stack(masks, 1), len(columns), axis=1), weight)
+
+
+def score_of(name: str | None, rows: list[dict]) -> Score:
+    """Return the score of benchmark `name`, or of a task if `name` is None.
+
+    MMStar averages over categories. MME (arXiv:2306.13394) sums over categories: 100 · the fraction of questions
+    answered correctly + 100 · the fraction of images with both questions answered correctly.
+    """
+    if name == "mme":
+        images = group_by(rows, [(row["category"], str(row["question_id"])) for row in rows])
+        correct = [sum(mean(row["exact"]) for row in pair) / 2 for pair in images.values()]
+        both = [mean([a and b for a, b in zip(*(row["exact"] for row in pair))]) for pair in images.values()]
+        return _by_category([correct, both], [category for category, _ in images], 100.0)
+    accuracies = [mean(row["exact"]) for row in rows]
+    if name == "mmstar":
+        categories = [(row["category"], row["l2_category"]) for row in rows]
+        return _by_category([accuracies], categories, 1 / len(set(categories)))
+    return mean_score(accuracies)
+
+
+def interval(scores: np.ndarray) -> tuple[float, float]:
+    """Return the 95% interval of bootstrap `scores`."""
+    low, high = np.percentile(scores, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95% interval of the mean of `values`."""
+    return interval(mean_score(values).bootstrap())
+
+
+# --- summaries --------------------------------------------------------------------------------------------------------
+
+
+def summarise_benchmark(name: str, rows: list[dict], server: str | None = None) -> dict:
+    """Return the scores of benchmark `name`; docs/evaluation.md defines them.
+
+    `server` is the name of the model that judged the responses, or None if rules did.
+    """
+    role = BENCHMARKS[name].server_role
+    scoring = RULE_SCORED if role else "rule"
+    if server:
+        scoring = f"{role} {server}"
+    measures = [measures for row in rows for measures in row["measures"]]
+    no_reply = mean([each.get("no_verdict", 0.0) for each in measures])
+    if no_reply > MAX_UNSCORED:
+        raise UserError(
+            f"{no_reply:.0%} of the responses have no reply from the {role} (at most {MAX_UNSCORED:.0%} may): is it up?"
+        )
+    if no_reply:
+        scoring = f"{scoring}, {no_reply:.1%} without a reply"
+    scores: dict[str, Any] = {"benchmark": name, "scoring": scoring}
+    score = score_of(name, rows)
+    least_k = 2 if score.values.shape[1] == 1 else 1
+    exact_by_row = [row["exact"] for row in rows]
+    scores |= shared_scores("score", score.total(), interval(score.bootstrap()), exact_by_row, rows, least_k)
+    scores["no_answer"] = mean([answer is None for row in rows for answer in row["answers"]])
+    for measure in ("open_recall", "open_f1"):
+        if values := [each[measure] for each in measures if measure in each]:
+            scores[measure] = mean(values)
+    return scores | {"no_verdict": no_reply, "parts": _subset_scores(name, rows)}
+
+
+def _subset_scores(name: str, rows: list[dict]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the score of each subset, such as a level or a category: {column: {value: {n, score}}}."""
+    scores: dict[str, dict[str, dict[str, float]]] = {}
+    for column in BENCHMARKS[name].subset_columns:
+        subsets = group_by(rows, [subset_value(name, row, column) for row in rows])
+        for value in sorted(subsets.keys() - {None}):
+            subset = {"n": len(subsets[value]), "score": score_of(name, subsets[value]).total()}
+            scores.setdefault(column, {})[value] = subset
+    kinds = {"perception": PERCEPTION, "cognition": COGNITION} if name == "mme" else {}
+    for kind, members in kinds.items():
+        if present := [scores["category"][category] for category in members if category in scores["category"]]:
+            total = {key: sum(each[key] for each in present) for key in ("n", "score")}
+            scores.setdefault("kind", {})[kind] = total
+    return scores
+
+
+# --- two models -------------------------------------------------------------------------------------------------------
+
+
+def pair_predictions(name: str | None, before: list[dict], after: list[dict]) -> list[tuple[dict, dict]]:
+    """Pair the predictions of two models for the same row.
+
+    Two rows are the same when their columns match and, if all predictions record their images, the images match too.
+    Duplicate rows are paired in order, or left out when their number differs between the two models. A question of MME
+    is left out if the other question about its image has no pair.
+    """
+    columns = [*(BENCHMARKS[name].columns if name else ("prompt", "answer"))]
+    columns = [column for column in columns if column != "precision"]
+    if all("image_digest" in row for row in [*before, *after]):
+        columns.append("image_digest")
+
+    groups_before, groups_after = (
+        group_by(rows, [json.dumps([row.get(column) for column in columns], default=str) for row in rows])
+        for rows in (before, after)
+    )
+    matched = [(groups_before.get(key, []), rows) for key, rows in groups_after.items()]
+    pairs = [pair for old, new in matched if len(old) == len(new) for pair in zip(old, new)]
+    if name != "mme":
+        return pairs
+    images = [(after["category"], str(after["question_id"])) for _, after in pairs]
+    counts = Counter(images)
+    return [pair for pair, image in zip(pairs, images) if counts[image] == 2]
+
+
+def score_difference(name: str | None, paired: list[tuple[dict, dict]]) -> dict:
+    """Return the score of the second model minus that of the first, with the interval of the paired difference."""
+    before, after = (score_of(name, [pair[side] for pair in paired]) for side in (0, 1))
+    total = after.total() - before.total()
+    return {"rows": len(paired), "difference": total, "difference_95": interval(after.bootstrap() - before.bootstrap())}
