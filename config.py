@@ -16,7 +16,6 @@ The docstring of each flag is its `--help` text.
 """
 
 import argparse
-import importlib.util
 import math
 import os
 import pathlib
@@ -327,7 +326,7 @@ class RunFlags:
     keep_last: int = 2
     """Number of most recent checkpoints to keep; 0: all."""
     report_every: int = 10
-    """Number of steps between updates of curves.png and completions.html; 0: never write them."""
+    """Number of steps between updates of curves.png and completions.html (parts/pages); 0: never write them."""
     log_to: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = ()
     """Also log metrics and sampled completions to Weights & Biases, TensorBoard or trackio, or to several of them. They
     are not installed with the project: pip install wandb tensorboard trackio."""
@@ -337,10 +336,10 @@ class RunFlags:
         steps = min(self.eval_every, self.save_every, self.keep_last, self.report_every)
         require(steps >= 0, "eval_every, save_every, keep_last and report_every must not be negative")
         require(self.eval_data is not None or not self.eval_every, "eval_every needs eval_data")
-        for name in self.log_to:
-            spec = importlib.util.find_spec(name)
-            is_package = spec is not None and spec.origin is not None  # W&B's own folder "wandb" has no origin
-            require(is_package, f"log_to {name}: the package is missing; run pip install {name}, or leave it out")
+        if self.log_to:
+            from parts.pages.trackers import check_packages
+
+            check_packages(self.log_to)
 
 
 @dataclass(kw_only=True)

@@ -37,7 +37,6 @@ from rewards import MAX_REWARD, gold_problem
 from rollout import ENGINES, Engine, check_engine_available, choose_engine, make_engine
 from sampling.episodes import max_images_seen
 from sampling.hf_engine import PolicyEngine
-from training.report import write_index
 
 __all__ = ["pass_at_k"]
 MAX_VLLM_MEMORY = 0.85  # default fraction of the GPU's memory for vLLM, if other programs leave it that much
@@ -392,8 +391,8 @@ def write_results(
         lost, won = write_differences(folder, scores, scored, {sample.source: sample for sample in samples})
         print(f"right before, wrong after: {lost}; wrong before, right after: {won}; see {folder}/completions.html")
     print(f"{folder}/scores.json" + (f", {folder}/scores.png" if benchmarks else ""))
-    if run:  # whose page then shows these scores
-        write_index(folder.parent)
+    if run and (pages := extra("pages")):  # the run's page then shows these scores
+        pages.write_index(folder.parent)
         print(f"{folder.parent}/index.html")
 
 

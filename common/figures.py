@@ -12,6 +12,7 @@ from PIL import Image
 from common.files import atomic_write, partial_path
 
 os.environ["MPLBACKEND"] = "Agg"  # figures go to files: neither a display nor a backend of that name is needed
+PAGE = pathlib.Path(__file__).parent / "page.html.j2"
 THUMBNAIL = 256  # maximum length of an image's longer side on a page, in pixels
 
 
@@ -26,11 +27,11 @@ def save_figure(figure: Any, path: pathlib.Path) -> None:
     partial_path(path).rename(path)
 
 
-def save_page(path: pathlib.Path, template: str = "page.html.j2", **values: Any) -> None:
+def save_page(path: pathlib.Path, template: pathlib.Path = PAGE, **values: Any) -> None:
     """Write a page, by default one of questions and completions. The template says which `values` it shows."""
-    folder = jinja2.FileSystemLoader(pathlib.Path(__file__).parent)
-    environment = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True)
-    atomic_write(path, environment.get_template(template).render(values))
+    folders = jinja2.FileSystemLoader([template.parent, PAGE.parent])
+    environment = jinja2.Environment(loader=folders, autoescape=True, trim_blocks=True)
+    atomic_write(path, environment.get_template(template.name).render(values))
 
 
 def thumbnail(image: Image.Image, side: int = THUMBNAIL) -> str:

@@ -14,6 +14,7 @@ import sys
 
 import pytest
 
+from common.files import read_jsonl
 from tests.helpers import trace_run
 from tests.helpers.scripts import ROOT, tracked_files
 
@@ -64,6 +65,7 @@ def plain_run(root: pathlib.Path, model: str, data: pathlib.Path, output: pathli
     command = [sys.executable, *script, *FLAGS.split(), *files, *flags]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+    output.with_suffix(".log").write_text(done.stderr)
     return hashlib.sha256((output / "final" / "model.safetensors").read_bytes()).hexdigest()
 
 
@@ -180,8 +182,17 @@ def test_what_is_off_executes_at_most_a_few_lines_of_a_step(plain):
 
 
 def test_the_core_trains_alone_to_the_same_weights(plain, tiny_model, rows, tmp_path):
+    """Without its extras, too, which one line says."""
     copy = copy_without(tmp_path / "copy", *FOLDERS)
-    assert plain_run(copy, tiny_model, rows, tmp_path / "run", "--report_every", "0") == plain[0]
+    assert plain_run(copy, tiny_model, rows, tmp_path / "run", "--report_every", "1") == plain[0]
+    said = (tmp_path / "run.log").read_text()
+    assert said.count("no pages: parts/pages is not here; metrics.jsonl has every step\n") == 1 and "index" not in said
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+    assert not list((tmp_path / "run").glob("*.html")) and not (tmp_path / "run" / "completions.jsonl").exists()
+    command = [sys.executable, "grpo.py", "--task=vqa", f"--data={rows}", "--log_to=tensorboard"]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
+    line = "error: this needs parts, which is not here: restore it, or leave out what asks for it\n"
+    assert (done.returncode, done.stderr) == (2, line)
     done = run_tests(copy, "--collect-only")
     assert done.returncode == 0, done.stdout[-3000:]
 

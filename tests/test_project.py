@@ -24,14 +24,16 @@ import sft
 from tests.helpers.marks import slow
 from tests.helpers.scripts import ROOT, tracked_files
 from tests.helpers.versions import normalise
-from training import checkpoint, report
+from training import checkpoint
 
 pytest.importorskip("apps", reason="checks the whole tree, and apps/ is not here")
+pytest.importorskip("parts.pages", reason="checks the whole tree, and parts/pages is not here")
 
 from apps import fits
 from apps.demo import real, smoke, tiny, zoom
 from apps.service import app
 from lesson import grpo_in_one_file
+from parts.pages import __main__ as pages
 
 FRONT = ["grpo", "sft", "packing", "rollout", "rewards", "data", "config", "evaluate", "merge_lora"]
 ROOMS = [
@@ -76,7 +78,7 @@ CONFIGS = {
     "evaluate.py": evaluate.Config,
     "data.py": data.Config,
     "data.py show": data.ShowFlags,
-    "training.report": report.Config,
+    "parts.pages": pages.Config,
     "apps.fits": fits.Config,
     "apps.demo.tiny": tiny.Config,
     "apps.demo.smoke": smoke.Config,

@@ -28,11 +28,14 @@ import rewards
 import rollout
 from common.errors import RunStopped, UserError
 from common.files import read_jsonl
+from config import Config
 from policy import export
 from policy.optimizer import ShardAdamW
+from tests.helpers.marks import needs
 from tests.helpers.runs import SMALL, config, metrics, weights
 from tests.helpers.scripts import ROOT, run_script
 from training import run as training_run
+from training.loop import closing_lines
 from training.run_folder import write_manifest
 from training.updates import Updater
 
@@ -84,25 +87,71 @@ def test_a_run_leaves_what_the_documents_say(run):
     settings = json.loads((run / "config.json").read_text())
     assert settings["beta"] == 0.01
     assert settings["git_commit"]
+    assert not list(run.glob("**/*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_page", "expected"),
+    [
+        (
+            {"eval_data": "b", "max_steps": 9},
+            True,
+            [
+                "model     'my run/final'",
+                "metrics   'my run'/metrics.jsonl",
+                "page      'my run'/index.html, with its pictures",
+                "evaluate  ./run.sh eval 'my run'",
+                "resume    the same command, with --resume --max_steps HIGHER",
+                "serve     vllm serve 'my run/final'",
+            ],
+        ),
+        (
+            {"lora_rank": 8, "model": "base"},
+            False,
+            [
+                "model     'my run/final'",
+                "metrics   'my run'/metrics.jsonl",
+                "evaluate  ./run.sh eval 'my run' --data FILE",
+                "resume    the same command, with --resume --epochs HIGHER",
+                "merge     python merge_lora.py --base_model base "
+                "--lora_model 'my run/final' --output_path 'my run'/merged",
+                "serve     vllm serve 'my run'/merged",
+            ],
+        ),
+    ],
+)
+def test_the_last_lines_say_how_to_go_on(flags, has_page, expected):
+    cfg = Config(data="a", output="my run", **flags)
+    assert closing_lines(cfg, True, has_page).splitlines() == expected
+    without = [line for line in expected if not line.startswith("resume")]
+    assert closing_lines(cfg, False, has_page).splitlines() == without
+
+
+@pytest.fixture(scope="module")
+def evaluated(run, shapes) -> pathlib.Path:
+    """Return the folder of an evaluation of the run's final model, in that of the run."""
+    flags = dict(model=str(run / "final"), data=shapes, task="count", max_completion_length=12)
+    evaluate.main(evaluate.Config(**flags, output=str(run / "after")))
+    return run / "after"
+
+
+@needs("parts/pages")
+def test_the_pages_show_the_run_and_its_evaluation(run, evaluated):
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     page = (run / "completions.html").read_text()
     assert page.count("<caption>") == 4 * 3
     assert "data:image/webp;base64," in page
     assert "How many shapes?" in page
-    assert not list(run.glob("**/*.partial"))
+    assert 'href="after"' in (run / "index.html").read_text()
 
 
-def test_the_final_model_scores_as_the_trained_one_did(run, shapes):
-    flags = dict(model=str(run / "final"), data=shapes, task="count", max_completion_length=12)
-    cfg = evaluate.Config(**flags, output=str(run / "after"))
-    evaluate.main(cfg)
-    scores = json.loads((run / "after" / "scores.json").read_text())
+def test_the_final_model_scores_as_the_trained_one_did(run, evaluated):
+    scores = json.loads((evaluated / "scores.json").read_text())
     last = read_jsonl(run / "metrics.jsonl")[-1]
     for name in ("reward", "exact_match", "mean_length", "format_rate"):
         assert scores[name] == last[f"eval/{name}"]
-    predictions = read_jsonl(run / "after" / "predictions.jsonl")
+    predictions = read_jsonl(evaluated / "predictions.jsonl")
     assert len(predictions) == scores["n"] == last["eval/rows"] == 12 and scores["step"] == last["step"]
-    assert 'href="after"' in (run / "index.html").read_text(), "the page of the run shows the evaluation"
 
 
 def test_training_moves_what_it_should_and_nothing_else(run, tiny_model):
@@ -210,11 +259,11 @@ def test_overwrite_touches_nothing_before_the_new_run_can_start(run, tiny_model,
     with pytest.raises(UserError, match="final' would be replaced by this run: choose another --output"):
         grpo.main(config(str(tmp_path / "final"), shapes, tmp_path, overwrite=True))
     assert (tmp_path / "final" / "model.safetensors").is_file()
-    grpo.main(config(tiny_model, shapes, tmp_path, overwrite=True, max_steps=1, report_every=1))
+    grpo.main(config(tiny_model, shapes, tmp_path, overwrite=True, max_steps=1))
     assert not (tmp_path / "checkpoint-4").exists()
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1]
-    assert (tmp_path / "completions.html").is_file()
-    grpo.main(config(tiny_model, shapes, tmp_path, overwrite=True, max_steps=1, report_every=0))
+    (tmp_path / "completions.html").touch()
+    grpo.main(config(tiny_model, shapes, tmp_path, overwrite=True, max_steps=1))
     assert not (tmp_path / "completions.html").exists(), "it would show another run"
 
 
@@ -745,7 +794,6 @@ def test_mistakes_get_one_line_and_status_2(tiny_model, shapes, run, tmp_path):
         (["grpo.py", model, data, "--adapter="], "adapter is empty: give a value or leave out the flag"),
         (["evaluate.py", model, data, "--n=4"], "n above 1 needs a temperature"),
         (["grpo.py", model, data, "--advantage=x"], "error: --advantage x: choose one of group, batch, none, gdpo"),
-        (["-m", "training.report", f"--run={tmp_path}"], "error: no run in"),
     ]
 
     def start(case):

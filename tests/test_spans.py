@@ -11,6 +11,7 @@ import torch
 import grpo
 from common.errors import StepFailed, UserError
 from common.files import read_jsonl
+from common.parts import extra
 from common.records import Completion, Group, GroupRewards, Prompt, Rewards, Rollout, ScoredGroup, Span
 from common.spans import as_tensors, spread_over_tokens, without_penalty
 from config import Config
@@ -18,7 +19,7 @@ from data import load_processor
 from evaluation.scorer import Scorer
 from packing import pack
 from policy.forward import _from_logits, _TokenLogprobs
-from tests.helpers.marks import slow
+from tests.helpers.marks import needs, slow
 from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL, config, metrics
 from tests.helpers.scripts import run_script
@@ -317,15 +318,14 @@ def test_rewards_of_parts_teach_what_their_sum_does_not(seed, tiny_model, shapes
         even[name] = [row["rewards/is_even"] for row in metrics(tmp_path / name)]
     assert sum(even["credit"][-5:]) / 5 > 0.8
     assert max(even["total"]) < 0.6
-    groups = read_jsonl(tmp_path / "credit" / "completions.jsonl")
-    parts = [part for group in groups for each in group["completions"] for part in each.get("parts", [])]
-    assert (
-        parts
-        and {text for text, _ in parts}
-        and "background: hsl" in (tmp_path / "credit/completions.html").read_text()
-    )
+    if extra("pages"):
+        groups = read_jsonl(tmp_path / "credit" / "completions.jsonl")
+        parts = [part for group in groups for each in group["completions"] for part in each.get("parts", [])]
+        page = (tmp_path / "credit/completions.html").read_text()
+        assert parts and {text for text, _ in parts} and "background: hsl" in page
 
 
+@needs("parts/pages")
 def test_the_page_shows_an_unscored_completion_beside_one_with_parts(tiny_model, shapes, tmp_path, monkeypatch):
     monkeypatch.setattr("training.collect.MAX_UNSCORED", 1.0)
     value = "None if len(completion) % 2 else [(0, 1, float(len(completion)))]"

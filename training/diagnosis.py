@@ -1,6 +1,7 @@
 """What a run's metrics say is wrong with it. The healthy runs in tests/vectors/histories.json cross no threshold."""
 
 import math
+import sys
 from statistics import fmean
 from typing import Any
 
@@ -83,3 +84,18 @@ def all_problems(history: list[dict[str, Any]]) -> dict[str, str]:
     """Return each problem that there was after any step, as it was when it first appeared."""
     lengths = range(len(history), 0, -1)  # backwards, so that the first appearance stays
     return {name: line for length in lengths for name, line in problems(history[:length]).items()}
+
+
+def is_metrics(row: dict) -> bool:
+    """Return whether `row` is a line of `metrics.jsonl`: a step, and finite numbers or None."""
+    is_step = isinstance(row.get("step"), int) and row["step"] >= 0
+    return is_step and all(value is None or _is_finite(value) for value in row.values())
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max  # an integer may be too large to convert
+
+
+def shows_reward(rows: list[dict]) -> bool:
+    """Return whether the reward says something about a run: not beside a teacher, if it has been 0 in all `rows`."""
+    return any(row.get("reward") for row in rows) or not any("teacher_kl" in row for row in rows)

@@ -1,13 +1,12 @@
-"""The log files of a run: settings, metrics of every step, sampled completions, and the figures drawn from them.
+"""The log of a run: its settings, the metrics of every step, and what is printed after a step.
 
-`RunLog` writes `config.json`, `metrics.jsonl` and `completions.jsonl` on the main process, and redraws `curves.png` and
-the pages every `report_every` steps (see `report.py`). A full disk does not stop the run: lines that cannot be
+`RunLog` writes `config.json` and `metrics.jsonl` on the main process. What `--report_every` and `--log_to` ask for,
+sampled completions, pages and trackers, is in parts/pages. A full disk does not stop the run: lines that cannot be
 written are kept in memory and written later. `check_output_folder` rejects an unusable output folder before the run
-starts. With `--log_to`, the same rows go to trackers such as W&B (see `trackers.py`).
+starts.
 """
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -16,6 +15,7 @@ import shlex
 import sys
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -25,18 +25,15 @@ from tqdm import tqdm
 from common import console, distributed, plugins
 from common.console import hide_credentials
 from common.errors import UserError
-from common.figures import thumbnail
 from common.files import atomic_write, git_commit, json_lines, read_jsonl
-from common.records import ScoredGroup, Trajectory
+from common.parts import extra
+from common.records import ScoredGroup
 from common.spans import of_completions
-from training import trackers
-from training.diagnosis import all_problems, problems
-from training.report import VALID_ROWS, draw_curves, is_metrics, shows_reward, write_index, write_page
+from training.diagnosis import all_problems, is_metrics, problems, shows_reward
 from training.run_folder import checkpoints_by_step
 
 SHARE_WAIT = 10.0  # seconds; a shared file system may show a new file late
-GROUPS_PER_REPORT = 3  # number of groups that are logged for a reported step
-TURN_SIDE = 128  # pixels of the longer side of a picture of a later turn: there are many on a page
+OF_PAGES = ("completions.jsonl", "curves.png", "completions.html", "index.html")
 
 
 class RunLog:
@@ -52,56 +49,58 @@ class RunLog:
     ):
         """Create the log files of a new run, or continue those of a run resumed after `resumed_step`.
 
-        `every`: steps between two reports; 0 for none. `decode` returns the text of tokens. Raises UserError when the
-        folder cannot be written to.
+        The pages, if they are here, get `every`, the steps between two reports (0 for none), and `decode`, which
+        returns the text of tokens. Raises UserError when the folder cannot be written to.
         """
-        self.decode = decode
-        self.folder, self.every, self.resumed_step = pathlib.Path(folder), every, resumed_step
-        self.waiting = dict.fromkeys(VALID_ROWS, "")  # lines that could not be written yet
-        self.shown: set[str] = set()  # sources of the rows in completions.jsonl
-        self.started, self.steps = time.monotonic(), 0  # when this process began to train, and its finished steps
+        self.folder, self.resumed_step = pathlib.Path(folder), resumed_step
+        self.waiting: dict[str, str] = defaultdict(str)  # lines that could not be written yet, by their file's name
         self.failure_reported = False  # whether a failed write has been reported
+        self.started, self.steps = time.monotonic(), 0  # when this process began to train, and its finished steps
         self.example = ""  # a completion of the step
-        self.newest: tuple[int, list] = (0, [])  # the newest step and its groups, until they are logged
+        self.pages: Any = None  # `parts.pages.Pages` of the main process
         if not console.is_main():
             return
         launch = {"world_size": distributed.world_size(), "command": shlex.join(sys.argv), "git_commit": git_commit()}
-        launch |= plugins.record()
+        settings = hide_credentials(json.dumps(config | launch | plugins.record(), indent=1))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for name in self.waiting:  # steps after the checkpoint will be repeated
-                rows = read_jsonl(self.folder / name, VALID_ROWS[name]) if resumed_step is not None else []
-                atomic_write(self.folder / name, json_lines([row for row in rows if row["step"] <= resumed_step]))
-                self.shown |= {str(row.get("source")) for row in rows}
-            if resumed_step is None:  # of an earlier run
-                for name in ("curves.png", "completions.html", "index.html"):
-                    (self.folder / name).unlink(missing_ok=True)
-            settings = hide_credentials(json.dumps(config | launch, indent=1))
+            self.history = self.begin("metrics.jsonl", is_metrics)
             atomic_write(self.folder / "config.json", settings + "\n")
+            for name in OF_PAGES if resumed_step is None else ():
+                (self.folder / name).unlink(missing_ok=True)  # it is of an earlier run
+            if every or config.get("log_to"):
+                if pages := extra("pages"):
+                    self.pages = pages.Pages(self, json.loads(settings), every, decode)
+                else:
+                    console.log("no pages: parts/pages is not here; metrics.jsonl has every step")
         except OSError as error:
             raise UserError(
                 f"cannot write to {folder!r} ({error.strerror}): free some space or choose another --output"
             ) from None
-        self.history = read_jsonl(self.folder / "metrics.jsonl")
         self.warned = set(all_problems(self.history))  # what warnings have been printed about
-        names = config.get("log_to", ())
-        self.track, self.close_trackers = trackers.start(names, self.folder, json.loads(settings), resumed_step)
+
+    def begin(self, name: str, is_valid: Callable[[dict], bool]) -> list[dict]:
+        """Create the log file `name` and return its rows: after a resume, those up to the step of the checkpoint."""
+        rows = read_jsonl(self.folder / name, is_valid) if self.resumed_step is not None else []
+        rows = [row for row in rows if row["step"] <= self.resumed_step]
+        atomic_write(self.folder / name, json_lines(rows))
+        return rows
 
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Append one line to `metrics.jsonl`. Every `every` steps, redraw the curves.
+        """Append one line to `metrics.jsonl`.
 
         After a resume, the evaluation at the checkpoint's step may still be due. Its scores are then merged into the
         existing line of that step. On a full disk, they get a line of their own as soon as there is space.
         """
         if not console.is_main() or not metrics:
             return
-        row = {"step": step} | {name: _finite(value) for name, value in metrics.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        row = {"step": step} | finite  # JSON has no NaN
         self.history.append(row)
-        self.track(step, {name: value for name, value in metrics.items() if math.isfinite(value)}, [])
         if not (step == self.resumed_step and self._merge(row)):
-            self._append("metrics.jsonl", [row])
-        if self.every and step % self.every == 0 and step:
-            self.refresh()
+            self.append("metrics.jsonl", [row])
+        if self.pages:
+            self.pages.metrics(row)
 
     def _merge(self, row: dict) -> bool:
         """Add `row` to the last line of `metrics.jsonl` if that is of the same step. Return whether it was added."""
@@ -148,84 +147,25 @@ class RunLog:
             self.warned.add(name)
 
     def completions(self, step: int, groups: list[ScoredGroup], advantages: Tensor) -> None:
-        """Log some groups of the main process and write the page: at step 1, every `every` steps and at the end.
+        """Keep a completion for a warning, and give the pages the groups of the main process.
 
-        Rows that were logged before come first: the page shows how their completions change.
         `advantages`, (P, G) or (P, G, L), are those of all groups of the step.
         """
         self.example = next((repr(rollout.text[:80]) for group in groups for rollout in group.rollouts), "none")
-        if not console.is_main() or not self.every:
-            return
-        chosen = sorted(groups, key=lambda group: group.sample.source not in self.shown)[:GROUPS_PER_REPORT]
-        self.newest = step, [(group, of_completions(group, advantages)) for group in chosen]
-        if step % self.every == 0 or step == 1:
-            self._log_newest()
-
-    def _log_newest(self) -> None:
-        """Log the chosen groups of the newest step, unless they are logged already, and write the page."""
-        (step, chosen), self.newest = self.newest, (0, [])
-        if not chosen:
-            return
-        rows = []
-        for group, advantages in chosen:
-            self.shown.add(group.sample.source)
-            scored = zip(group.rollouts, group.rewards, advantages, strict=True)
-            row = {
-                "step": step,
-                "source": group.sample.source,
-                "question": "\n\n".join(group.sample.texts).strip(),
-                "answer": group.sample.answer,
-                "images": [thumbnail(image) for image in group.prompt.images],
-                "completions": [
-                    {"text": r.text, "reward": _finite(rewards.total), "truncated": r.truncated}
-                    | {"rewards": {name: _finite(value) for name, value in rewards.parts.items()}}
-                    | ({"turns": _turns(r.trajectory)} if r.trajectory else {})
-                    | self._advantage(r.ids, advantage)
-                    for r, rewards, advantage in scored
-                ],
-            }
-            rows.append(row)
-        self._append("completions.jsonl", rows)
-        self.track(step, {}, rows)
-        with contextlib.suppress(OSError):  # the next report writes it again
-            write_page(self.folder)
-
-    def _advantage(self, ids: Tensor, advantage: Tensor) -> dict[str, Any]:
-        """Return the advantage of a completion, null if it is left out, and the parts of its text that have their own.
-
-        If the tokens have advantages of their own, that of the completion is their mean.
-        """
-        fields: dict[str, Any] = {"advantage": _finite(advantage.mean().item())}
-        if advantage.ndim and fields["advantage"] is not None:
-            runs = itertools.groupby(zip(ids.tolist(), advantage.tolist()), key=lambda pair: pair[1])
-            fields["parts"] = [(self.decode([token for token, _ in run]), _finite(value)) for value, run in runs]
-        return fields
-
-    def refresh(self) -> None:
-        """Redraw `curves.png`, log the newest completions, and try to write the lines kept in memory."""
-        if not console.is_main():
-            return
-        self._log_newest()
-        for name in self.waiting:
-            self._append(name, [])
-        if self.every:
-            with contextlib.suppress(OSError):  # the next report draws it again
-                draw_curves(self.folder)
-                write_index(self.folder)
+        if self.pages:
+            self.pages.completions(step, [(group, of_completions(group, advantages)) for group in groups])
 
     def __enter__(self) -> "RunLog":
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """Log and draw the last step, and end the runs of the trackers, however the run ends.
-
-        The trackers' own exit handlers may not run: after an error, `cli.run` skips them.
-        """
-        self.refresh()
+        """Try to write the lines kept in memory, and end the pages, however the run ends."""
         if console.is_main():
-            self.close_trackers(error is not None)
+            self.append("metrics.jsonl", [])
+        if self.pages:
+            self.pages.close(error is not None)
 
-    def _append(self, name: str, rows: list[dict]) -> None:
+    def append(self, name: str, rows: list[dict]) -> None:
         """Append rows to a file. If that fails, they are kept in memory and written together with the next ones."""
         self.waiting[name] += json_lines(rows)
         path = self.folder / name
@@ -240,19 +180,6 @@ class RunLog:
             if not self.failure_reported:
                 console.log(f"cannot write {path} ({error.strerror}): keeping its rows in memory for now")
             self.failure_reported = True
-
-
-def _turns(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Return the turns of an episode for the page: who wrote them, and their texts and pictures (data URIs)."""
-
-    def shown(part: Any) -> dict[str, str]:
-        return {"text": part} if isinstance(part, str) else {"image": thumbnail(part, TURN_SIDE)}
-
-    return [{"role": turn.role, "parts": list(map(shown, turn.content))} for turn in trajectory.turns]
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None  # JSON has no NaN
 
 
 def check_output_folder(folder: str, overwrite: bool, continued: bool) -> None:

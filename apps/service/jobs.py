@@ -36,7 +36,8 @@ from safetensors import SafetensorError, safe_open
 from common import cli, console
 from common.errors import UserError
 from common.files import lock_file, parse_jsonl
-from training.report import VALID_ROWS
+from common.parts import extra
+from training.diagnosis import is_metrics
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STOP_GRACE = 60.0  # seconds for a cancelled job to save its checkpoint, in addition to the duration of three steps
@@ -51,7 +52,9 @@ NEWEST = 50  # how many lines at the end of a file are read to list all jobs
 LOCKED_WAIT = 1.0  # second to wait for another program that has locked the database; other calls wait meanwhile
 
 ADAPTER = ("final/adapter_config.json", "final/adapter_model.safetensors")
-RUN_FILES = VALID_ROWS | dict.fromkeys(("config.json", *ADAPTER), bool)  # with checks of their objects
+RUN_FILES = {"metrics.jsonl": is_metrics} | dict.fromkeys(("config.json", *ADAPTER), bool)  # with checks of objects
+if pages := extra("pages"):
+    RUN_FILES["completions.jsonl"] = pages.is_group
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     file_id TEXT PRIMARY KEY, filename TEXT, upload_time TEXT, csv_rows INTEGER, valid_images INTEGER,
@@ -432,7 +435,7 @@ class Store:
                 lines = [line for line in file if line.endswith(b"\n")]  # the last line may be incomplete
         except OSError:
             return [], position
-        rows, _ = parse_jsonl(enumerate(lines), VALID_ROWS["metrics.jsonl"])
+        rows, _ = parse_jsonl(enumerate(lines), is_metrics)
         return rows, (stat.st_ino, start + sum(map(len, lines)))
 
     def log(self, job_id: str) -> str:
@@ -455,7 +458,7 @@ class Store:
         newest = {"loss": last.get("loss"), "reward": last.get("reward"), "answers": answers, "right_answers": right}
         scores: dict[str, Any] = {"held_out_rows": 0, "score_before": None, "score_after": None}
         with contextlib.suppress(OSError), (self.run_folder(job.job_id) / "metrics.jsonl").open("rb") as file:
-            for first in parse_jsonl([(1, file.readline())], VALID_ROWS["metrics.jsonl"])[0]:
+            for first in parse_jsonl([(1, file.readline())], is_metrics)[0]:
                 scores |= {"held_out_rows": first.get("eval/rows") or 0, "score_before": first.get("eval/reward")}
         scores["score_after"] = last.get("eval/reward") if step else None
         return {"current_step": step, "progress": progress} | newest | scores

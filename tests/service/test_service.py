@@ -39,10 +39,10 @@ from starlette.requests import Request
 import grpo
 from common.errors import UserError
 from common.files import release_locks
-from tests.helpers.marks import slow
+from common.parts import extra
+from tests.helpers.marks import needs, slow
 from tests.helpers.scripts import ROOT, free_port
 from tests.service.clients import call_nine_endpoints, run_documented_client
-from training.report import write_page
 
 pytest.importorskip("apps", reason="needs apps/, which is not here")
 
@@ -1343,7 +1343,8 @@ def test_half_a_surrogate_pair_in_a_name_is_answered(finished):
 
 NO_NUMBER = b'{"total_steps": "many"}'
 GARBAGE = [b"garbage", b"", NO_NUMBER, None, *slow(b"\0" * 4000, b"\xff\xfe", b"[1]", b"5", b"null")]
-NAMES = ["config.json", "metrics.jsonl", "completions.jsonl", "final/adapter_config.json"]
+NAMES = ["config.json", "metrics.jsonl", "final/adapter_config.json"]
+NAMES += ["completions.jsonl"] if extra("pages") else []
 
 
 @pytest.mark.parametrize("content", GARBAGE, ids=lambda content: repr(content and content[:24]))
@@ -1489,6 +1490,7 @@ def refusals(page) -> list[str]:
     return page.locator("#train label .bad:not(:empty)").all_text_contents()
 
 
+@needs("parts/pages")
 def test_the_page_from_upload_to_answer(service, archive, browser, tmp_path, request):
     """Drop a ZIP, start, watch and cancel, as a user would; with --slow, also resume, download and ask.
 
@@ -1598,17 +1600,20 @@ SEEN = """() => [
 ]"""
 
 
+@needs("parts/pages")
 def test_the_page_shows_a_long_job_at_once(shared, browser, tmp_path):
     """A job's 20,000 steps appear within two seconds. A repeated step replaces the earlier one.
 
     Zero has no minus sign. Borders and curves can be seen. A long path hides no answer, on a phone neither.
     """
+    from parts.pages import report
+
     page = browser.new_page()
     rows = [{"step": i + 1, "reward": i / 20_000, "loss": -1e-9, "step_time": 1.0} for i in range(20_000)]
     group = {"step": 5, "question": "How many?", "answer": "3", "source": f"/{'x' * 200}/a.zip/main.csv row 3"}
     group |= {"images": ["data:,"], "completions": [{"text": "3", "reward": 1.0, "advantage": 0.0}]}
     (tmp_path / "completions.jsonl").write_text(json.dumps(group) + "\n")
-    write_page(tmp_path)
+    report.write_page(tmp_path)
     scores = {"held_out_rows": 8, "score_before": 0.25, "score_after": 0.5}
     job = fake_job("a", "completed", 20_000, answers=16, right_answers=3, **scores)
     fake_responses(page, [job], [*rows, *rows[10_000:]], (tmp_path / "completions.html").read_text())

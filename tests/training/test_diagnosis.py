@@ -217,19 +217,13 @@ def test_a_dead_run_says_why_and_where_everything_is(tiny_model, tmp_path, capsy
     row = {"prompt": "<image>Which colour is this?", "answer": "red", "images": ["red.png"]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     run = tmp_path / "run"
-    flags = dict(task="vqa", max_steps=4, prompts_per_step=1, report_every=4)
+    flags = dict(task="vqa", max_steps=4, prompts_per_step=1)
     grpo.main(config(tiny_model, str(tmp_path / "rows.jsonl"), run, **flags))
     lines = capsys.readouterr().err.splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("step 3/4  reward 0.000  signal 0%"))
-    text = read_jsonl(run / "completions.jsonl")[0]["completions"][0]["text"]
-    assert re.search(r"no group's rewards have differed for 3 steps.* completion: ['\"]", lines[first + 1]) and text
+    assert re.search(r"no group's rewards have differed for 3 steps.* completion: ['\"]\S", lines[first + 1])
     assert "no completion has the format that the task asks for" in lines[first + 2]
     assert [row["completions/format_rate"] for row in read_jsonl(run / "metrics.jsonl")] == [0.0] * 4
     assert [row["entropy"] for row in read_jsonl(run / "metrics.jsonl")] == [None] * 4, "nothing was trained on"
     closing = [line for line in lines[first:] if not line.startswith(("step ", "warning: "))]
-    assert [line.split()[0] for line in closing[-6:]] == ["model", "metrics", "page", "evaluate", "resume", "serve"]
-    page = (run / "index.html").read_text()
-    assert page.count("warning: ") >= 2 and "see completions.html" in page
-    linked = re.findall(r'(?:href|src)="([^"]+)"', page)
-    assert linked == ["completions.html", "metrics.jsonl", "config.json", "final", "curves.png"]
-    assert all((run / name).exists() for name in linked)
+    assert [line.split()[0] for line in closing[-5:]] == ["model", "metrics", "evaluate", "resume", "serve"]

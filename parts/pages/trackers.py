@@ -4,6 +4,7 @@ A tracker is a pair of functions: log(step, numbers, lines of completions.jsonl)
 """
 
 import base64
+import importlib.util
 import io
 import os
 import pathlib
@@ -15,9 +16,18 @@ from PIL import Image
 
 from common import console
 from common.console import hide_credentials
+from common.errors import require
 from common.files import atomic_write
 
 Tracker = tuple[Callable[[int, dict[str, float], list[dict[str, Any]]], None], Callable[[bool], None]]
+
+
+def check_packages(names: tuple[str, ...]) -> None:
+    """Raise ValueError if the package of one of the trackers `names` is missing."""
+    for name in names:
+        spec = importlib.util.find_spec(name)
+        is_package = spec is not None and spec.origin is not None  # W&B's own folder "wandb" has no origin
+        require(is_package, f"log_to {name}: the package is missing; run pip install {name}, or leave it out")
 
 
 def start(names: tuple[str, ...], folder: pathlib.Path, config: dict[str, Any], resumed_step: int | None) -> Tracker:

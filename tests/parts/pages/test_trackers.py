@@ -9,6 +9,7 @@ curve, credentials in what W&B would upload, a tracker that ends the run, and a 
 import importlib.util
 import json
 import pathlib
+import signal
 import struct
 import subprocess
 import sys
@@ -18,13 +19,19 @@ import pytest
 import torch
 from PIL import Image
 
+import grpo
+from common.errors import RunStopped
 from common.files import read_jsonl
 from common.records import Prompt, Rewards, Rollout, ScoredGroup
 from config import RunFlags
 from tests.helpers.rows import make_sample
+from tests.helpers.runs import config
 from tests.helpers.scripts import ROOT
-from training import trackers
 from training.run_log import RunLog
+
+pytest.importorskip("parts.pages", reason="needs parts/pages, which is not here")
+
+from parts.pages import trackers
 
 SECRET = "hunter2"
 
@@ -44,8 +51,8 @@ def group() -> ScoredGroup:
 
 def log_run(folder: pathlib.Path, names: tuple[str, ...], steps: range, resumed: int | None = None) -> None:
     """Log steps as a run does. In a second attempt, the loss is 100 higher."""
-    config = {"log_to": names, "verifier_url": f"http://user:{SECRET}@host/v1"}
-    with RunLog(str(folder), config, every=2, resumed_step=resumed) as log:
+    settings = {"log_to": names, "verifier_url": f"http://user:{SECRET}@host/v1"}
+    with RunLog(str(folder), settings, every=2, resumed_step=resumed) as log:
         for step in steps:
             log.completions(step, [group()], torch.tensor([[-1.0, 1.0]]))
             loss = step / 7 + (0 if resumed is None else 100)
@@ -157,6 +164,17 @@ def test_a_failing_tracker_is_left_out_and_reported_once(tmp_path, monkeypatch, 
     assert error.count("wandb failed (OSError") == 1 and error.count("tensorboard failed (ZeroDivisionError") == 1
     assert error.count("trackio failed (OSError") == 1
     assert SECRET not in error
+
+
+def test_trackers_are_closed_however_a_run_ends(tiny_model, shapes, tmp_path, monkeypatch):
+    """W&B would lose the last rows: after an error, the process ends without exit handlers."""
+    closed = []
+    monkeypatch.setattr(trackers, "start", lambda *_: (lambda *_: None, closed.append))
+    grpo.main(config(tiny_model, shapes, tmp_path / "a", max_steps=1, report_every=1))
+    monkeypatch.setattr(grpo, "train_step", lambda run: run.loop.interrupted.append(signal.SIGTERM) or {})
+    with pytest.raises(RunStopped, match="stopped after step 1"):
+        grpo.main(config(tiny_model, shapes, tmp_path / "b", max_steps=2, report_every=1))
+    assert closed == [False, True]
 
 
 @pytest.mark.parametrize("name", trackers.TRACKERS)

@@ -1,34 +1,34 @@
-"""Draw a run's training curves, and write its page and a page of sampled completions with their images.
-
-    python -m training.report --run runs/demo    # redraw them
+"""The pages of a run: `curves.png`, `completions.html` and `index.html`, and what is logged for them.
 
 The folder of a run holds `config.json` (with the command and the git commit), `metrics.jsonl` (one object per step) and
-`completions.jsonl` (sampled groups). From these, `curves.png`, `completions.html` and `index.html` are made.
+`completions.jsonl` (sampled groups), which `Pages` logs. From these, the pages are made.
 """
 
+from __future__ import annotations
+
+import contextlib
 import itertools
+import math
 import pathlib
-import sys
-from dataclasses import dataclass
+from collections.abc import Callable
 from numbers import Real
+from typing import TYPE_CHECKING, Any
 
-from common import cli
-from common.errors import UserError
-from common.figures import save_figure, save_page
+from common.figures import save_figure, save_page, thumbnail
 from common.files import parse_jsonl, read_jsonl
-from training.diagnosis import all_problems
+from common.records import ScoredGroup, Trajectory
+from parts.pages import trackers
+from training.diagnosis import all_problems, is_metrics, shows_reward
 
+if TYPE_CHECKING:  # the service imports this, and importing torch would delay its start by seconds
+    from torch import Tensor
+
+    from training.run_log import RunLog
+
+TEMPLATE = pathlib.Path(__file__).parent / "index.html.j2"
+GROUPS_PER_REPORT = 3  # number of groups that are logged for a reported step
 GROUPS_ON_PAGE = 60  # number of groups on the page; older ones are left out
-
-
-def is_metrics(row: dict) -> bool:
-    """Return whether `row` is a line of `metrics.jsonl`: a step, and finite numbers or None."""
-    is_step = isinstance(row.get("step"), int) and row["step"] >= 0
-    return is_step and all(value is None or _is_finite(value) for value in row.values())
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max  # an integer may be too large to convert
+TURN_SIDE = 128  # pixels of the longer side of a picture of a later turn: there are many on a page
 
 
 def is_group(row: dict) -> bool:
@@ -45,20 +45,105 @@ def _is_completion(value: object) -> bool:
     return all(isinstance(number, Real | None) for number in numbers)
 
 
-VALID_ROWS = {"metrics.jsonl": is_metrics, "completions.jsonl": is_group}  # each log file, with the check of its rows
+class Pages:
+    """What the log of a run, on the main process, gives its metrics and completions to."""
+
+    def __init__(self, log: RunLog, settings: dict[str, Any], every: int, decode: Callable[[list[int]], str]):
+        """`log` writes the lines; for `every` and `decode`, see there. `settings`: those of config.json."""
+        self.log, self.every, self.decode = log, every, decode
+        self.shown = {str(row.get("source")) for row in log.begin("completions.jsonl", is_group)}  # rows of the data
+        self.newest: tuple[int, list] = (0, [])  # the newest step and its groups, until they are logged
+        names = settings.get("log_to", ())
+        self.track, self.close_trackers = trackers.start(names, log.folder, settings, log.resumed_step)
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        """Give the trackers a line of `metrics.jsonl`. Every `every` steps, redraw the pages."""
+        step = row["step"]
+        self.track(step, {name: value for name, value in row.items() if name != "step" and value is not None}, [])
+        if self.every and step % self.every == 0 and step:
+            self.refresh()
+
+    def completions(self, step: int, groups: list[tuple[ScoredGroup, list[Tensor]]]) -> None:
+        """Log some of `groups` and write the page: at step 1, every `every` steps and at the end.
+
+        Rows that were logged before come first: the page shows how their completions change. With each group comes the
+        advantage of each of its completions, () or, of its tokens, (L,); NaN if it is left out.
+        """
+        if not self.every:
+            return
+        self.newest = step, sorted(groups, key=lambda each: each[0].sample.source not in self.shown)[:GROUPS_PER_REPORT]
+        if step % self.every == 0 or step == 1:
+            self._log_newest()
+
+    def _log_newest(self) -> None:
+        """Log the chosen groups of the newest step, unless they are logged already, and write the page."""
+        (step, chosen), self.newest = self.newest, (0, [])
+        if not chosen:
+            return
+        rows = []
+        for group, advantages in chosen:
+            self.shown.add(group.sample.source)
+            scored = zip(group.rollouts, group.rewards, advantages, strict=True)
+            row = {
+                "step": step,
+                "source": group.sample.source,
+                "question": "\n\n".join(group.sample.texts).strip(),
+                "answer": group.sample.answer,
+                "images": [thumbnail(image) for image in group.prompt.images],
+                "completions": [
+                    {"text": r.text, "reward": _finite(rewards.total), "truncated": r.truncated}
+                    | {"rewards": {name: _finite(value) for name, value in rewards.parts.items()}}
+                    | ({"turns": _turns(r.trajectory)} if r.trajectory else {})
+                    | self._advantage(r.ids, advantage)
+                    for r, rewards, advantage in scored
+                ],
+            }
+            rows.append(row)
+        self.log.append("completions.jsonl", rows)
+        self.track(step, {}, rows)
+        with contextlib.suppress(OSError):  # the next report writes it again
+            write_page(self.log.folder)
+
+    def _advantage(self, ids: Tensor, advantage: Tensor) -> dict[str, Any]:
+        """Return the advantage of a completion, null if it is left out, and the parts of its text that have their own.
+
+        If the tokens have advantages of their own, that of the completion is their mean.
+        """
+        fields: dict[str, Any] = {"advantage": _finite(advantage.mean().item())}
+        if advantage.ndim and fields["advantage"] is not None:
+            runs = itertools.groupby(zip(ids.tolist(), advantage.tolist()), key=lambda pair: pair[1])
+            fields["parts"] = [(self.decode([token for token, _ in run]), _finite(value)) for value, run in runs]
+        return fields
+
+    def refresh(self) -> None:
+        """Log the newest completions, try to write those kept in memory, and redraw the pages."""
+        self._log_newest()
+        self.log.append("completions.jsonl", [])
+        if self.every:
+            with contextlib.suppress(OSError):  # the next report draws it again
+                draw_curves(self.log.folder)
+                write_index(self.log.folder)
+
+    def close(self, failed: bool) -> None:
+        """Log and draw the last step, and end the runs of the trackers.
+
+        The trackers' own exit handlers may not run: after an error, `cli.run` skips them.
+        """
+        self.refresh()
+        self.close_trackers(failed)
 
 
-@dataclass
-class Config:
-    """Redraw a run's curves and completions page."""
+def _turns(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """Return the turns of an episode for the page: who wrote them, and their texts and pictures (data URIs)."""
 
-    run: str
-    """Folder of the run."""
+    def shown(part: Any) -> dict[str, str]:
+        return {"text": part} if isinstance(part, str) else {"image": thumbnail(part, TURN_SIDE)}
+
+    return [{"role": turn.role, "parts": list(map(shown, turn.content))} for turn in trajectory.turns]
 
 
-def shows_reward(rows: list[dict]) -> bool:
-    """Return whether the reward says something about a run: not beside a teacher, if it has been 0 in all `rows`."""
-    return any(row.get("reward") for row in rows) or not any("teacher_kl" in row for row in rows)
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no NaN
 
 
 def running_mean(values: list[float]) -> list[float]:
@@ -150,7 +235,7 @@ def write_index(folder: pathlib.Path) -> None:
     files += [f"{name}/scores.png" for name in sorted(evaluations)]
     save_page(
         folder / "index.html",
-        "index.html.j2",
+        TEMPLATE,
         title=f"Run {folder.resolve().name}",
         facts=facts,
         warnings=all_problems(rows).values(),
@@ -162,16 +247,3 @@ def write_index(folder: pathlib.Path) -> None:
 def _read_object(path: pathlib.Path) -> dict:
     """Return the object in a JSON file, or {} if there is none."""
     return next(iter(parse_jsonl([(1, path.read_bytes())], bool)[0]), {}) if path.is_file() else {}
-
-
-def main(cfg: Config) -> None:
-    folder = pathlib.Path(cfg.run)
-    if not (folder / "metrics.jsonl").is_file():
-        raise UserError(f"no run in {cfg.run!r}: pass the folder that grpo.py wrote (its --output)")
-    draw_curves(folder)
-    write_page(folder)
-    write_index(folder)
-
-
-if __name__ == "__main__":
-    cli.run(main, cli.parse(Config))

@@ -1,4 +1,4 @@
-"""The page of sampled completions, the page of a run, and its last lines."""
+"""The page of sampled completions, the page of a run, and its curves."""
 
 import contextlib
 import json
@@ -9,15 +9,19 @@ import pytest
 import torch
 from PIL import Image
 
+import grpo
 from common.errors import RunStopped
 from common.files import read_jsonl
 from common.records import Prompt, Rewards, Rollout, ScoredGroup
-from config import Config
 from tests.helpers.rows import make_sample
-from training import report
-from training.loop import closing_lines
-from training.report import GROUPS_ON_PAGE, draw_curves, is_group, write_index, write_page
-from training.run_log import GROUPS_PER_REPORT, RunLog
+from tests.helpers.runs import config
+from tests.helpers.scripts import run_script
+from training.run_log import RunLog
+
+pytest.importorskip("parts.pages", reason="needs parts/pages, which is not here")
+
+from parts.pages import __main__, report
+from parts.pages.report import GROUPS_ON_PAGE, GROUPS_PER_REPORT, draw_curves, is_group, write_index, write_page
 
 
 def test_the_page_shows_text_as_text_and_marks_rewards(tmp_path):
@@ -85,41 +89,6 @@ def test_the_page_of_a_run_says_what_it_is_and_what_it_has_reached(tmp_path):
     assert page.count("of step ") == 2
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (
-            {"eval_data": "b", "max_steps": 9},
-            [
-                "model     'my run/final'",
-                "metrics   'my run'/metrics.jsonl",
-                "page      'my run'/index.html, with its pictures",
-                "evaluate  ./run.sh eval 'my run'",
-                "resume    the same command, with --resume --max_steps HIGHER",
-                "serve     vllm serve 'my run/final'",
-            ],
-        ),
-        (
-            {"lora_rank": 8, "report_every": 0, "model": "base"},
-            [
-                "model     'my run/final'",
-                "metrics   'my run'/metrics.jsonl",
-                "evaluate  ./run.sh eval 'my run' --data FILE",
-                "resume    the same command, with --resume --epochs HIGHER",
-                "merge     python merge_lora.py --base_model base "
-                "--lora_model 'my run/final' --output_path 'my run'/merged",
-                "serve     vllm serve 'my run'/merged",
-            ],
-        ),
-    ],
-)
-def test_the_last_lines_say_how_to_go_on(flags, expected):
-    cfg = Config(data="a", output="my run", **flags)
-    assert closing_lines(cfg, has_checkpoint=True).splitlines() == expected
-    without = [line for line in expected if not line.startswith("resume")]
-    assert closing_lines(cfg, has_checkpoint=False).splitlines() == without
-
-
 def scored_group(name: str, step: int) -> ScoredGroup:
     """Return the group of a row with two images, whose reward is the sum of two."""
     image = Image.new("RGB", (8, 8))
@@ -166,6 +135,44 @@ def test_the_last_step_is_always_on_the_page(tmp_path):
         logged = [row["step"] for row in read_jsonl(folder / "completions.jsonl", is_group)]
         assert logged == [int(step) for step in steps for _ in range(GROUPS_PER_REPORT)]
         assert set(re.findall(r"<caption>step (\d)", (folder / "completions.html").read_text())) == set(steps)
+
+
+def test_damaged_log_lines_are_skipped_and_named(tmp_path, capsys):
+    """They do not keep a run from being resumed, or from being drawn."""
+    group = {"step": 1, "images": [], "completions": [{"text": "a", "reward": None, "advantage": 0.0}]}
+    lines = {
+        "metrics.jsonl": [{"step": 1, "reward": 0.5}, {"reward": 1}, {"step": "1"}, {"step": 2, "reward": "high"}],
+        "completions.jsonl": [group, group | {"completions": [1]}, group | {"images": None}, {"step": 1}],
+    }
+    odd = [b'{"step": 1, "rew', b"[]", b"3", b"\0\0\0\0", b"\xff", b"[" * 100_000, b""]
+    for name, rows in lines.items():
+        text = b"\n".join([*(json.dumps(row).encode() for row in rows), *odd, json.dumps(rows[0]).encode(), b'{"st'])
+        (tmp_path / name).write_bytes(text)
+    RunLog(str(tmp_path), {}, every=10, resumed_step=2)
+    __main__.main(__main__.Config(run=str(tmp_path)))
+    for name, rows in lines.items():
+        assert read_jsonl(tmp_path / name) == [rows[0], rows[0]]
+    stderr = capsys.readouterr().err
+    for name in lines:
+        assert f"{name}: skipped the damaged line 2 (10 in total)" in stderr
+    assert len(stderr.splitlines()) == 2
+    assert (tmp_path / "curves.png").is_file() and (tmp_path / "completions.html").is_file()
+
+
+def test_the_page_of_a_real_run_links_to_all_that_it_leaves(tiny_model, shapes, tmp_path, capsys):
+    run = tmp_path / "run"
+    grpo.main(config(tiny_model, shapes, run, max_steps=1, report_every=4))
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[0] for line in lines[-6:]] == ["model", "metrics", "page", "evaluate", "resume", "serve"]
+    linked = re.findall(r'(?:href|src)="([^"]+)"', (run / "index.html").read_text())
+    assert linked == ["completions.html", "metrics.jsonl", "config.json", "final", "curves.png"]
+    assert all((run / name).exists() for name in linked)
+
+
+def test_a_folder_without_a_run_is_refused_in_one_line(tmp_path):
+    done = run_script("-m", "parts.pages", f"--run={tmp_path}")
+    line = f"error: no run in '{tmp_path}': pass the folder that grpo.py wrote (its --output)\n"
+    assert (done.returncode, done.stderr) == (2, line)
 
 
 def curves(folder: pathlib.Path, rows: list[dict], monkeypatch) -> dict[str, list[list[float]]]:
