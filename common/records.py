@@ -211,7 +211,7 @@ class Rewards:
 class Span:
     """A part of a completion with rewards of its own, such as a step of a solution."""
 
-    start: int  # of its characters in the text that rewards see, or of its tokens in `GroupRewards`
+    start: int  # of its characters in the text that rewards see, or, once they are gathered, of its tokens
     end: int  # exclusive
     rewards: Rewards  # what the completion would get if each reward were that of this part
 
@@ -223,8 +223,7 @@ class GroupRewards:
     total: Tensor  # (groups, G) weighted sums of the rewards
     raw: Tensor  # (groups, G) the same before the overlong penalty
     parts: dict[str, Tensor]  # (groups, G) each reward by name
-    spans: list[list[tuple[Span, ...]]] = field(default_factory=list)
-    """The spans of each completion, in tokens; empty if no completion of these groups has any."""
+    spans: list[list[tuple[Span, ...]]] = field(default_factory=list)  # of each completion, in tokens
 
 
 @dataclass(frozen=True)

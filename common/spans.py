@@ -57,7 +57,7 @@ def as_tensors(groups: Sequence[Sequence[Rewards]]) -> GroupRewards:
     parts = {name: tensor([[rewards.parts[name] for rewards in group] for group in groups]) for name in names}
     total = tensor([[rewards.total for rewards in group] for group in groups])
     raw = tensor([[rewards.raw for rewards in group] for group in groups])
-    return GroupRewards(total, raw, parts)
+    return GroupRewards(total, raw, parts, [[rewards.spans for rewards in group] for group in groups])
 
 
 def without_penalty(rewards: GroupRewards) -> GroupRewards:

@@ -187,6 +187,9 @@ class Scorer:
     def _rewards(self, found: dict[str, Value], length: int, max_length: int | None) -> Rewards:
         """Return the rewards of a completion of `length` tokens, and of each part of it that has its own."""
         parts = {name: value.number for name, value in found.items()}
+        rewards = self._sum(parts, length, max_length)
+        if not any(value.spans for value in found.values()):
+            return rewards
         changes: dict[int, dict[str, float | None]] = {}  # what begins at each edge; None: a span ends
         for name, value in found.items():
             for start, end, x in value.spans:
@@ -197,7 +200,7 @@ class Scorer:
             here |= changes[start]
             if own := {name: x for name, x in here.items() if x is not None}:
                 spans.append(Span(start, end, self._sum(parts | own, length, max_length)))
-        return replace(self._sum(parts, length, max_length), spans=tuple(spans))
+        return replace(rewards, spans=tuple(spans))
 
     def _sum(self, parts: dict[str, float], length: int, max_length: int | None) -> Rewards:
         """Return the weighted sum of `parts`, and the overlong penalty for a completion of `length` tokens."""

@@ -36,15 +36,15 @@ LIMITS = {"executed": 2579, "files": 52, "step": 898, "step files": 34, "importe
 WITH_PARTS = 2603  # lines that a run executes in the core and in parts that are always on
 # How many lines of a step may name what is off in a plain run, each by its words. These figures only fall, to 5.
 FEATURES = {
-    "turns": (14, r"\benv\b|episode|trajector|turn_"),
+    "turns": (13, r"\benv\b|episode|trajector|turn_"),
     "teacher": (13, r"teacher"),
-    "spans": (16, r"\bspans?\b"),
+    "spans": (4, r"\bspans?\b"),
     "partial rollouts": (5, r"oversample|stale|continuation|in_flight"),
     "dynamic sampling": (3, r"dynamic|num_rounds"),
     "4-bit": (3, r"4bit|quant"),
     "experts": (6, r"expert|router"),
     "GDPO": (0, r"gdpo"),
-    "overlong penalty": (9, r"overlong|\braw\b"),
+    "overlong penalty": (6, r"overlong|\braw\b"),
 }
 
 

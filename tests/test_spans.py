@@ -86,7 +86,8 @@ def test_spans_are_counted_in_tokens_and_those_without_a_token_are_left_out(proc
     rollout = rollout_of("答ab", processor)
     spans = tuple(Span(start, end, Rewards(1.0, 1.0)) for start, end in ((0, 1), (1, 3), (7, 9)))
     group = ScoredGroup(make_sample("q", "a", [], "x"), prompt(), [rollout], [Rewards(1.0, 1.0, {}, spans)], 0)
-    ((first, second),) = in_tokens(group, processor)
+    (rewards,) = in_tokens(group, processor)
+    first, second = rewards.spans
     assert (first.start, first.end, second.start, second.end) == (0, 3, 3, 5)
 
 

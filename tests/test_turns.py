@@ -245,7 +245,8 @@ def test_spans_are_those_of_the_last_turn(talker, opening):
     spans = tuple(Span(n + start, n + end, Rewards(1.0)) for start, end in ((1, 2), (3, 8)))
     prompt = Prompt(torch.arange(2), [], torch.arange(2)[None], opening="<answer>")
     group = ScoredGroup(None, prompt, [rollout], [Rewards(1.0, spans=spans)], 0)
-    ((first, second),) = in_tokens(group, processor)
+    (rewards,) = in_tokens(group, processor)
+    first, second = rewards.spans
     assert (first.start, first.end, second.start, second.end) == (3, 5, 6, 11)
 
 

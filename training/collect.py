@@ -10,12 +10,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from common import distributed, signals
 from common.errors import StepFailed
-from common.records import GroupRewards, Prompt, Rollout, Sampling, ScoredGroup, Span
+from common.records import GroupRewards, Prompt, Rewards, Rollout, Sampling, ScoredGroup
 from common.spans import as_tensors, without_penalty
 from config import Config
 from evaluation.scorer import Scorer
@@ -79,29 +78,29 @@ class Collector:
             self.engine.wake_up()
             self.engine.sync_weights(policy)
         limit = self.cfg.dynamic_sampling_rounds or 1
-        rounds: list[GroupRewards] = []
-        kept: list[int] = []  # the groups to keep, by their index over all rounds
+        rewards: list[list[Rewards]] = []  # of all groups of all rounds
+        kept: list[int] = []  # the groups to keep, by their index in `rewards`
         local: dict[int, ScoredGroup] = {}  # this process's groups, by the same index
         for _ in range(limit if self.cfg.max_steps else min(limit, self.steps_left(step))):
-            groups, rewards = self.sample_round(policy, step)
+            groups, scored = self.sample_round(policy, step)
             signals.raise_if_interrupted(self.interrupted)
-            first = len(rounds) * self.cfg.prompts_per_step
-            rounds.append(rewards)
-            self._check_scored(concatenate(rounds))
+            first = len(rewards)
+            rewards += scored
+            self._check_scored(as_tensors(rewards))
             local |= {first + group.index: group for group in groups}
-            usable = self._usable(rewards, advantages_of)
+            usable = self._usable(as_tensors(scored), advantages_of)
             kept += [first + i for i in usable][: self.cfg.prompts_per_step - len(kept)]
             if len(kept) == self.cfg.prompts_per_step:
                 break
         with self.clock("sleep"):
             self.engine.sleep()
-        self.rewards, self.num_rounds = concatenate(rounds), len(rounds)
-        chosen = kept or list(range(len(self.rewards.total)))[-self.cfg.prompts_per_step :]
-        spans = [self.rewards.spans[i] for i in chosen] if kept else []
-        chosen_rewards = change(self.rewards, lambda x: x[chosen] if kept else torch.zeros_like(x[chosen]), spans)
+        self.rewards, self.num_rounds = as_tensors(rewards), len(rewards) // self.cfg.prompts_per_step
+        chosen = kept or list(range(len(rewards)))[-self.cfg.prompts_per_step :]
+        if not kept:
+            rewards = [[Rewards(0.0, 0.0, dict.fromkeys(each.parts, 0.0)) for each in group] for group in rewards]
         groups = [replace(local[i], index=index) for index, i in enumerate(chosen) if i in local]
         self.rollouts = [rollout for group in groups for rollout in group.rollouts]
-        return groups, chosen_rewards
+        return groups, as_tensors([rewards[i] for i in chosen])
 
     def _usable(self, rewards: GroupRewards, advantages_of: AdvantagesOf) -> list[int]:
         """Return the indices of the groups that dynamic sampling keeps; without it, all."""
@@ -110,7 +109,7 @@ class Collector:
         advantages = advantages_of(without_penalty(rewards), self.scorer.weights, self.cfg)
         return advantages.nan_to_num().flatten(1).any(dim=1).nonzero()[:, 0].tolist()
 
-    def sample_round(self, policy: Policy, step: int) -> tuple[list[ScoredGroup], GroupRewards]:
+    def sample_round(self, policy: Policy, step: int) -> tuple[list[ScoredGroup], list[list[Rewards]]]:
         """Sample and score P prompts: this process's groups, and the rewards of all processes in prompt order."""
         self.add_features = functools.partial(cache_image_features, policy, feature_cache={})
         drawn = self.draw(step)
@@ -174,21 +173,23 @@ class Collector:
         episodes = generate_options(self.stream.rows(drawn), self.stream.processor, self.add_features)
         return self.engine.generate(prompts, seeds, sampling, continuation, **episodes)
 
-    def _gather(self, groups: list[ScoredGroup], rows: list[int]) -> GroupRewards:
+    def _gather(self, groups: list[ScoredGroup], rows: list[int]) -> list[list[Rewards]]:
         """Gather the rewards of all processes' groups, in prompt order, and record them and the completions' lengths.
 
         `rows` are those of the groups of this process.
         """
         lengths = [[len(rollout.ids) for rollout in group.rollouts] for group in groups]
         with distributed.shared_errors(StepFailed):
-            spans = [in_tokens(group, self.stream.processor) for group in groups]
-        local = [(g.index, row, sizes, own, g.rewards) for g, row, sizes, own in zip(groups, rows, lengths, spans)]
+            rewards = [
+                in_tokens(group, self.stream.processor) if any(each.spans for each in group.rewards) else group.rewards
+                for group in groups
+            ]
+        local = [(g.index, row, sizes, own) for g, row, sizes, own in zip(groups, rows, lengths, rewards)]
         everyone = [group for part in distributed.all_gather(local) for group in part]
         everyone.sort(key=lambda group: group[0])  # by index within the round
-        rewards = [group_rewards for *_, group_rewards in everyone]  # P lists of G
-        for (_, row, sizes, *_), of_group in zip(everyone, rewards):
+        for _, row, sizes, of_group in everyone:
             self.stream.record(row, sizes, [each.total for each in of_group])
-        return replace(as_tensors(rewards), spans=[spans for *_, spans, _ in everyone])
+        return [of_group for *_, of_group in everyone]  # P lists of G
 
     def _check_scored(self, rewards: GroupRewards) -> None:
         """Raise StepFailed when too many of the step's completions are unscored."""
@@ -207,18 +208,3 @@ class Collector:
         """Return the metrics of what was collected after `step` steps."""
         turns = turn_metrics(self.rollouts) if self.cfg.env else {}
         return sampling_metrics(self.rollouts, self.rewards, self.clock, self.scorer.format) | turns
-
-
-def change(
-    rewards: GroupRewards, function: Callable[[Tensor], Tensor], spans: list[list[tuple[Span, ...]]]
-) -> GroupRewards:
-    """Return `rewards` with `function` applied to each tensor, and with these `spans`."""
-    parts = {name: function(values) for name, values in rewards.parts.items()}
-    return GroupRewards(function(rewards.total), function(rewards.raw), parts, spans)
-
-
-def concatenate(rewards: list[GroupRewards]) -> GroupRewards:
-    """Join the rewards of several rounds of sampling."""
-    parts = {name: torch.cat([each.parts[name] for each in rewards]) for name in rewards[0].parts}
-    total, raw = (torch.cat(tensors) for tensors in zip(*((each.total, each.raw) for each in rewards)))
-    return GroupRewards(total, raw, parts, [group for each in rewards for group in each.spans])

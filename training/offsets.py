@@ -11,13 +11,13 @@ from itertools import accumulate
 from tokenizers.decoders import DecodeStream
 
 from common.errors import StepFailed
-from common.records import Rollout, ScoredGroup, Span
+from common.records import Rewards, Rollout, ScoredGroup
 from data import Processor
 from grading.answers import without_marks
 
 
-def in_tokens(group: ScoredGroup, processor: Processor) -> list[tuple[Span, ...]]:
-    """Return the spans of each completion of `group`, counted in its tokens. Those without a token are left out."""
+def in_tokens(group: ScoredGroup, processor: Processor) -> list[Rewards]:
+    """Return the rewards of `group` with spans counted in tokens. Those without a token are left out."""
     found = []
     for rollout, rewards in zip(group.rollouts, group.rewards):
         first, opening = 0, group.prompt.opening
@@ -27,7 +27,7 @@ def in_tokens(group: ScoredGroup, processor: Processor) -> list[tuple[Span, ...]
         starts = token_starts(last_turn, opening, processor) if rewards.spans else []
         edges = [(first + bisect_left(starts, s.start), first + bisect_left(starts, s.end)) for s in rewards.spans]
         tokens = [replace(span, start=start, end=end) for span, (start, end) in zip(rewards.spans, edges)]
-        found.append(tuple(span for span in tokens if span.start < span.end))
+        found.append(replace(rewards, spans=tuple(span for span in tokens if span.start < span.end)))
     return found
 
 
