@@ -5,14 +5,11 @@ file, a bad row, an invalid flag) raises `UserError`: the script prints the erro
 exits with status 2. For a bug, the traceback is printed.
 """
 
-import dataclasses
 import errno
 import functools
 import gc
 import importlib
-import itertools
 import os
-import re
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
@@ -39,7 +36,6 @@ def parse(config: type[T], arguments: list[str] | None = None) -> T:
     for i, argument in enumerate(arguments):  # --resume without a value means the newest checkpoint
         if argument == "--resume" and (i + 1 == len(arguments) or arguments[i + 1].startswith("--")):
             arguments[i] = "--resume=newest"
-    _refuse_mistakes(config, arguments)
     return tyro.cli(config, args=arguments, use_underscores=True, console_outputs=console.is_main())
 
 
@@ -49,37 +45,22 @@ def check_launcher() -> None:
     Those of another launcher, or of an earlier one, would otherwise make a process wait for others that never come, or
     train alone and print nothing. MASTER_ADDR and MASTER_PORT may be set without the others, as on many clusters.
     """
-    processes = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in os.environ]
-    if not processes:
+    processes = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    given = {name: os.environ[name] for name in (*processes, "MASTER_ADDR", "MASTER_PORT") if name in os.environ}
+    if not given.keys() & set(processes):
         return
-    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    given = {name: os.environ[name] for name in dict.fromkeys((*processes, *needed)) if os.environ.get(name)}
-    numbers = {name: value for name, value in given.items() if name != "MASTER_ADDR"}
-    if wrong := [name for name, value in numbers.items() if not re.fullmatch("[0-9]{1,9}", value)]:
-        problem = f"{wrong[0]} is not a number"
-    elif missing := [name for name in (*processes, *needed) if name not in given]:
-        problem = f"{missing[0]} is not set"
-    else:
-        rank, size, port = (int(numbers[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-        local_rank, local_size = int(numbers.get("LOCAL_RANK", 0)), int(numbers.get("LOCAL_WORLD_SIZE", size))
-        if rank < size and local_rank < local_size <= size and port < 2**16:
-            return
-        problem = "they do not fit together"
-    raise UserError(
-        f"the environment says {', '.join(f'{name}={value}' for name, value in given.items())}, but {problem}: start "
-        "the processes with torchrun, or unset RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE to start only one"
-    )
-
-
-def _refuse_mistakes(config: type, arguments: list[str]) -> None:
-    """End the script if a flag has a value true or false, as in TRL and verl."""
-    switches = {field.name for field in dataclasses.fields(config) if isinstance(field.default, bool)}
-    for argument, following in itertools.pairwise([*arguments, ""]):
-        name, _, value = argument.partition("=")
-        name = name.removeprefix("--").replace("-", "_")
-        if argument.startswith("--") and name in switches and (value or following).lower() in ("true", "false"):
-            console.log(f"error: --{name} takes no value: write --{name} or --no_{name}")
-            sys.exit(2)
+    try:
+        rank, size, port = (int(given[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        local_rank, local_size = int(given.get("LOCAL_RANK", 0)), int(given.get("LOCAL_WORLD_SIZE", size))
+        fits = 0 <= rank < size and 0 <= local_rank < local_size <= size and 0 < port < 2**16 and given["MASTER_ADDR"]
+    except (KeyError, ValueError):  # one is missing, or no number
+        fits = False
+    if not fits:
+        says = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise UserError(
+            f"the environment says {says}, which does not fit together: start the processes with torchrun, or unset "
+            "RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE to start only one"
+        )
 
 
 def as_arguments(flags: dict[str, Any]) -> list[str]:
@@ -147,12 +128,7 @@ def launch(name: str, config: type | None = None, add_defaults: Callable[[list[s
         flags = functools.reduce(plugins.with_flags, modules, config or importlib.import_module(name).Config)
         try:
             args = parse(flags, add_defaults(arguments))
-        except (
-            AssertionError,
-            AttributeError,
-            NameError,
-            TypeError,
-        ) as error:  # because of Flags
+        except (AssertionError, AttributeError, NameError, TypeError) as error:  # because of Flags
             raise plugins.mistake(modules[-1].__file__, error) if modules else error from None
         args.plugin = tuple(module.__file__ for module in modules)
         importlib.import_module(name).main(args)

@@ -20,15 +20,8 @@ from typing import Any
 from common import console
 from common.errors import UserError, describe, require
 
-TAKEN = (
-    "help",
-    "total_steps",
-    "world_size",
-    "command",
-    "git_commit",
-    "plugin_sha256",
-    "plugin_flags",
-)  # in config.json
+# in config.json
+TAKEN = ("help", "total_steps", "world_size", "command", "git_commit", "plugin_sha256", "plugin_flags")
 _modules: dict[str, ModuleType] = {}  # the user's files that this process has imported, by path
 _digests: dict[str, str] = {}  # their SHA-256
 

@@ -31,7 +31,6 @@ from policy.model import (
     Policy,
     compute_dtype,
     empty_model,
-    empty_policy,
     is_quantised,
     num_weights,
     trains_vision,
@@ -213,7 +212,7 @@ class Plan:
         )
 
     def estimate(self) -> dict[str, Any]:
-        """Return, without any GPU, whether the run fits, how its micro-batches are made, and GiB by part.
+        """Return, without any GPU, why the run does not fit, the size of its micro-batches, and GiB by part.
 
         "peak" is the most that is used at a time. If micro-batches fill the memory, it is nearly all of it.
         """
@@ -240,13 +239,8 @@ class Plan:
             "vLLM": sampler,
             "peak": max(update, in_use + self.resting + sampler),
         }
-        return {
-            "problem": problem,
-            "sharding": self.sharding,
-            "vLLM stays awake": awake and self.has_room,
-            "micro-batch tokens": tokens,
-            "checkpointed layers": layers,
-        } | {name: round(size / GIB, 1) for name, size in parts.items()}
+        sizes = {name: round(size / GIB, 1) for name, size in parts.items()}
+        return {"problem": problem, "micro-batch tokens": tokens} | sizes
 
     def _memory_saving_flags(self) -> list[str]:
         """Return the flags that would make the training state smaller and are not already in use."""
@@ -306,22 +300,6 @@ def plan(policy: Policy, cfg: Config, gpus: GPUs) -> Plan:
         cache=_cache_bytes(decoder.config, cfg, gpus.number, size),
     )
     return _plan_sampler(sizes)
-
-
-def plan_rows(
-    config: transformers.PreTrainedConfig, cfg: Config, sizes: Sequence[float], number: int = 1
-) -> list[dict[str, Any]]:
-    """Return what each of `METHODS` takes on `number` GPUs of each of the `sizes` in GiB; see `Plan.estimate`.
-
-    `config`: the model's, as `load_config` returns it.
-    """
-    rows = []
-    for method, flags in METHODS.items():
-        changed = replace(cfg, **flags)
-        policy = empty_policy(config, changed)
-        plans = [plan(policy, changed, GPUs(size * GIB, number)) for size in sizes]
-        rows += [{"method": method, "GPU": size} | each.estimate() for size, each in zip(sizes, plans)]
-    return rows
 
 
 def _choose_sharding(cfg: Config, gpus: GPUs, state: float) -> str:

@@ -46,12 +46,11 @@ from training.run_folder import RunFolder, named_checkpoint
 # Settings that must stay the same when a run is resumed: the order of the rows, the trained parameters and the number
 # of updates depend on them, and nobody changes `loss_type`, `reward` or `env` within a run on purpose. Other settings,
 # such as the learning rate or β, may change; the changes are printed.
-ROW_SETTINGS = ("task", "rows", "rows_digest", "seed", "drop_last")
-PROMPT_SETTINGS = (*ROW_SETTINGS, "prompts_per_step", "num_generations")
+ROW_SETTINGS = ("task", "rows", "rows_digest", "seed", "drop_last", "prompts_per_step", "num_generations")
 ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "lora_experts", "adapter", "load_in_4bit")
 POLICY_SETTINGS = ("model", "train_vision", "train_router", *ADAPTER_SETTINGS)
 UPDATE_SETTINGS = ("prompts_per_update", "num_iterations", "loss_type", "reward", "env")
-MUST_MATCH = PROMPT_SETTINGS + POLICY_SETTINGS + UPDATE_SETTINGS
+MUST_MATCH = ROW_SETTINGS + POLICY_SETTINGS + UPDATE_SETTINGS
 PROGRESS = {"step", "eval_due", "collector", "updater", "config", "parts"}  # what state.json has
 IN_FLIGHT = "in_flight.pt"  # the prompts of partial rollouts that are not trained on yet
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # frozen weights come from the starting model

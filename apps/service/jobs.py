@@ -258,7 +258,7 @@ class Store:
         with self.lock:
             wanted = (name, file_id, model, settings["request"])
             for job in reversed(self.jobs()):
-                given = (job.job_name, job.file_id, job.model, job.settings.get("request"))
+                given = (job.job_name, job.file_id, job.model, job.settings["request"])
                 if job.status in ("cancelled", "failed") and given == wanted:
                     return self.resume(job.job_id), True
             return self.add_job(name, file_id, model, settings, total_steps), False
@@ -497,10 +497,8 @@ def _read_file(path: pathlib.Path, mtime: int, name: str, is_written: bool, newe
 
 
 def _file(row: sqlite3.Row) -> dict:
-    upload_time = row["upload_time"].removesuffix("+00:00")  # earlier versions stored the offset
-    return dict(row) | {"problems": json.loads(row["problems"]), "upload_time": upload_time}
+    return dict(row) | {"problems": json.loads(row["problems"])}
 
 
 def _job(row: sqlite3.Row) -> Job:
-    created_at = row["created_at"].removesuffix("+00:00")
-    return Job(**dict(row) | {"settings": json.loads(row["settings"]), "created_at": created_at})
+    return Job(**dict(row) | {"settings": json.loads(row["settings"])})

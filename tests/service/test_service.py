@@ -886,21 +886,6 @@ def test_a_job_says_its_scores_before_and_after_on_the_held_out_rows(tmp_path):
         assert (info.held_out_rows, info.score_before, info.score_after) == expected
 
 
-def test_jobs_of_an_earlier_version_stay_reachable(tmp_path):
-    """They have ids without hyphens and times with an offset."""
-    store = Store(str(tmp_path))
-    old = ("0123abcd" * 4, "j", "f" * 32, "m", json.dumps({"flags": {}}), "queued", 4, "2026-11-20T10:30:00+00:00", 1.0)
-    store._query("INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0, NULL, NULL)", *old)
-    times = ("f" * 32, "a.zip", "2026-11-20T10:29:00+00:00", 1, 1, 1, "[]")
-    store._query("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", *times)
-    info = job_info(store, store.job(old[0]))
-    assert (info.status, info.waiting, info.created_at) == ("training", True, "2026-11-20T10:30:00")
-    assert store.files()[0]["upload_time"] == "2026-11-20T10:29:00"
-    (tmp_path / "f.zip").touch()
-    assert [job.job_id for job in store.jobs("queued")] == [old[0]], "it must still be started"
-    assert store.cancel(old[0]).status == "cancelled"
-
-
 def test_the_same_request_resumes_an_ended_job(tmp_path):
     """A job is resumed only if it was cancelled or failed, and has the same name, file, model and request."""
     store = Store(str(tmp_path))
