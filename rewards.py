@@ -17,11 +17,8 @@ from collections.abc import Callable
 
 from common.errors import WorkerLost, dataclass, find_entry
 from grading import answers
-from grading.answers import balanced, extract_choice, first_count, last_boxed, split_think_answer, words
+from grading.answers import balanced, first_count, last_boxed, split_think_answer, words
 from grading.math_workers import same_answer
-from grading.verifier import parse_verdict
-
-__all__ = ["extract_choice", "parse_verdict"]  # for callers that expect them here
 
 Reward = Callable[..., float | list[tuple[int, int, float]] | None]
 
@@ -128,15 +125,15 @@ def math_reward(
     completion: str,
     answer: str,
     question: str = "",
-    verifier: Callable[[str, str, str], bool | str | None] | None = None,
+    verifier: Callable[[str, str, str], bool | None] | None = None,
     **_: object,
 ) -> float | None:
     """Score 1 if the answer is mathematically equal to the gold answer, −1 if not, None if the verifier cannot tell.
 
     The reward is −1 unless the format is correct. The candidate is the last balanced `\\boxed{…}` of the answer block,
     or the whole block if the block has no box. The reward is 1 if math-verify finds the candidate, or the formula or
-    number in its sentence, equal to the gold answer. Otherwise, `verifier(question, gold, candidate)` decides; it
-    returns a verdict or the text of a reply. Without a verifier, the reward is then −1.
+    number in its sentence, equal to the gold answer. Otherwise, `verifier(question, gold, candidate)` decides.
+    Without a verifier, the reward is then −1.
 
     Example: `<think>t</think><answer>0.5</answer>` scores 1 if the gold answer is `\\frac{1}{2}`. Guards against
     several answers (one of which is right), a word with its letters permuted, answers that take forever to compute, and
@@ -151,7 +148,6 @@ def math_reward(
     if verifier is None or len(candidate) > _max_chars(str(answer)):
         return -1.0
     verdict = verifier(question, str(answer), candidate)
-    verdict = parse_verdict(verdict) if isinstance(verdict, str) else verdict
     return None if verdict is None else 1.0 if verdict else -1.0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
@@ -22,9 +22,11 @@ from config import RewardFlags
 from grading import answers
 from grading.math_workers import check_math
 from grading.sandbox import PARAMETERS, WorkerPool, parameters
-from grading.verifier import CONCURRENCY, Verifier, make_verifier
 from inputs.images import decode_image
 from rewards import MAX_REWARD, format_reward, get_task, overlong_penalty
+
+if TYPE_CHECKING:
+    from grading.verifier import Verifier
 
 CALLS_TOGETHER = 32  # user-defined rewards that a worker computes one after the other, without asking for more
 
@@ -76,9 +78,14 @@ class Scorer:
             is_own = reward.__module__ != format_reward.__module__
             if is_own and (name := plugins.name_of(reward)):  # then the workers compute it, too
                 self._add_function(task, name, parameters(name))
+        self.verifier: Verifier | None = None
+        self.threads = 8 if self.user_functions or "math" in self.weights else 1  # the others take microseconds
         if "math" in self.weights:
+            from grading.verifier import CONCURRENCY, make_verifier
+
             check_math()
-        self.verifier: Verifier | None = make_verifier(flags) if "math" in self.weights else None
+            self.verifier = make_verifier(flags)
+            self.threads = CONCURRENCY if self.verifier else self.threads
         self.workers = WorkerPool(2, list(self.user_functions.values())) if self.user_functions else None
         self.reported: set[str] = set()  # functions of whose spans a note was printed
         self.unscored_reason = ""  # why the most recent unscored completion has no reward
@@ -160,11 +167,9 @@ class Scorer:
         for name in self.weights:
             size = 1 if name == "math" else min(CALLS_TOGETHER, math.ceil(len(pairs) / 8))  # "math" may ask a verifier
             jobs += [(name, pairs[first : first + size]) for first in range(0, len(pairs), max(size, 1))]
-        uses_workers = self.user_functions or "math" in self.weights  # the other rewards take microseconds
-        threads = CONCURRENCY if self.verifier else 8 if uses_workers else 1
         values: dict[str, list[Value]] = {name: [] for name in self.weights}
         with (
-            ThreadPoolExecutor(threads) as pool,
+            ThreadPoolExecutor(self.threads) as pool,
             console.progress(desc="rewards", total=len(pairs) * len(values)) as bar,
         ):
             for (name, chunk), results in zip(jobs, pool.map(lambda job: self._values(*job), jobs)):

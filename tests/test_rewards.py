@@ -8,6 +8,7 @@ import rewards
 from config import RewardFlags
 from evaluation.scorer import Scorer
 from grading import answers
+from grading.verifier import parse_verdict
 from tests.helpers.scripts import VECTORS
 
 
@@ -339,7 +340,7 @@ def test_overlong_vectors(case):
 
 @pytest.mark.parametrize("case", cases("verdict"), ids=lambda c: c["reply"])
 def test_verdict_vectors(case):
-    assert rewards.parse_verdict(case["reply"]) is case["want"]
+    assert parse_verdict(case["reply"]) is case["want"]
 
 
 @pytest.mark.parametrize(
@@ -361,7 +362,7 @@ def test_verdict_vectors(case):
     ],
 )
 def test_verdicts_beyond_the_vectors(reply, want):
-    assert rewards.parse_verdict(reply) is want
+    assert parse_verdict(reply) is want
 
 
 @pytest.mark.parametrize("case", cases("choice"), ids=lambda c: c["completion"])

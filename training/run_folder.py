@@ -165,11 +165,9 @@ def _delete(folder: Path) -> None:
     """Delete `folder` under another name, so that a kill cannot leave a part of it that looks like a checkpoint."""
     partial = partial_path(folder)
     shutil.rmtree(partial, ignore_errors=True)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # a file server may keep a folder whose files are still open somewhere
         folder.rename(partial)
     shutil.rmtree(partial, ignore_errors=True)
-    with contextlib.suppress(OSError):  # a file server may keep a folder whose files are still open somewhere
-        partial.unlink()  # if it was a file
 
 
 def write_manifest(folder: Path) -> None:

@@ -22,6 +22,7 @@ from config import RewardFlags
 from evaluation.scorer import Scorer
 from grading import answers, math_workers
 from grading.sandbox import WorkerPool
+from grading.verifier import parse_verdict
 from tests.helpers.marks import slow
 from tests.helpers.rows import make_sample
 from tests.helpers.scripts import ROOT, VECTORS
@@ -43,7 +44,7 @@ def test_math_vectors(case):
 
     def verifier(question, gold, candidate):
         calls.append((question, gold, candidate))
-        return None if case["verifier_reply"] == "<exception>" else case["verifier_reply"]
+        return None if case["verifier_reply"] == "<exception>" else parse_verdict(case["verifier_reply"])
 
     verifier_or_none = verifier if case["verifier_reply"] is not None else None
     assert rewards.math_reward(case["completion"], case["answer"], "q", verifier_or_none) == case["want"]
@@ -678,7 +679,7 @@ FUNCTIONS = {
     "vqa": rewards.vqa_reward,
     "math": rewards.math_reward,
     "choice": lambda text, _: answers.extract_choice(text),
-    "verdict": lambda text, _: rewards.parse_verdict(text),
+    "verdict": lambda text, _: parse_verdict(text),
 }
 
 

@@ -359,13 +359,6 @@ def test_any_checkpoint_becomes_a_model(saved, tmp_path):
     assert "Traceback" not in failed.stderr
 
 
-def test_a_file_with_the_name_of_a_checkpoint_is_replaced(tiny_model, shapes, tmp_path):
-    for name in ("checkpoint-1", "final"):
-        (tmp_path / name).touch()
-    grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1, overwrite=True))
-    assert verify_checkpoint(tmp_path / "checkpoint-1") is None and (tmp_path / "final").is_dir()
-
-
 SETTINGS = "task rows rows_digest seed drop_last prompts_per_step num_generations model train_vision "
 SETTINGS += "train_router lora_rank lora_alpha lora_experts adapter load_in_4bit prompts_per_update num_iterations "
 SETTINGS += "loss_type reward"
