@@ -143,8 +143,6 @@ def check_tensors(name: str, config: transformers.PreTrainedConfig) -> None:
         "the model does not have": set(report["unexpected_keys"]) - buffers,
     }
     _refuse_tensors(name, problems)
-    with reading(name, "config.json"):
-        _try_attention(model)
 
 
 def _refuse_tensors(name: str, problems: dict[str, set[str]]) -> None:
@@ -155,23 +153,6 @@ def _refuse_tensors(name: str, problems: dict[str, set[str]]) -> None:
                 f"cannot load the model {name!r}: {problem} {', '.join(sorted(keys)[:3])}{more}; download it again, or "
                 "correct its config.json"
             )
-
-
-def _try_attention(model: transformers.PreTrainedModel) -> None:
-    """Run the attention of `model`, on the meta device, as far as it depends on no values.
-
-    It raises an error if numbers of heads or the parts of rotary embeddings, which no weight shows, do not divide.
-    """
-    decoder, axes = language_model(model), (3,) if hasattr(model.model, "get_rope_index") else ()
-    hidden = torch.zeros(1, 2, decoder.config.hidden_size, dtype=decoder.dtype, device="meta")
-    positions = torch.zeros(*axes, 1, 2, dtype=torch.long, device="meta")
-    for attention in (layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn")):
-        kind = [attention.layer_type] if hasattr(decoder.rotary_emb, "layer_types") else []
-        rotary = decoder.rotary_emb(hidden, positions, *kind)
-        attention(hidden_states=hidden, position_embeddings=rotary, attention_mask=None)
-    with contextlib.suppress(NotImplementedError):  # what depends on values
-        if vision_parts(model):
-            image_features(model, find_family(model.config).vision.blank(model.config).vision)
 
 
 def load_config(name: str) -> transformers.PreTrainedConfig:
