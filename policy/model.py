@@ -17,7 +17,7 @@ from common.records import Prompt
 from common.templates import answer_end
 from config import PolicyFlags
 from packing import PackedBatch
-from policy.base_files import LM_HEAD, Layout, reading, stored_tensors
+from policy.base_files import LM_HEAD, reading, stored_tensors
 from policy.delta_net import check_kernels
 from policy.families import find_family, language_model, load_preprocessors, routers, vision_blocks, vision_parts
 from policy.forward import enable_packed_forward, image_features, next_token_logits, token_logprobs
@@ -25,7 +25,6 @@ from policy.lora import adapted_layers, continue_adapter, has_adapter, new_adapt
 
 FEATURE_CACHE_BYTES = 4 * 2**30  # maximum size of the image features that a process keeps in host memory
 PIXEL_VALUES_AT_ONCE = 32768 * 1176  # 32,768 patches of Qwen2.5-VL
-MOST_LAYERS = 1000  # a model of more is taken for a mistake: it would take minutes to build, even without weights
 SAFELY = {"trust_remote_code": False, "weights_only": True}  # never run the folder's own code or pickles
 
 
@@ -69,24 +68,30 @@ def num_weights(policy: Policy) -> int:
 
 
 def load_model(
-    name: str, dtype: torch.dtype, four_bit_device: torch.device | None = None, to_shard: bool = False
+    name: str,
+    dtype: torch.dtype,
+    four_bit_device: torch.device | None = None,
+    to_shard: bool = False,
+    config: transformers.PreTrainedConfig | None = None,
 ) -> transformers.PreTrainedModel:
     """Load the causal or image-text model saved at `name` on the CPU.
 
     `four_bit_device`: load the model on this device instead, with the linear layers of the decoder stack in 4 bits.
     `to_shard`: only the main process reads the weights. The other processes get an empty model on the meta device,
-    which `apply_fsdp` fills. Raises UserError if the model cannot be loaded.
+    which `apply_fsdp` fills. `config`: the model's, if it is loaded. Raises UserError if the model cannot be loaded.
     """
     options: dict[str, object] = {"dtype": dtype, "attn_implementation": "sdpa"}
-    config = load_config(name)
+    config = config or load_config(name)
     if to_shard and not console.is_main():
-        return empty_model(name, **options)
+        return empty_model(name, config, **options)
     if four_bit_device is not None:
         options |= {"quantization_config": four_bit_config(dtype, config), "device_map": {"": four_bit_device}}
     check_tensors(name, config)
     with reading(name, "weights"):
         model = auto_class(config).from_pretrained(name, config=config, **SAFELY, **options)
-    if not ties_lm_head(model) and ties_lm_head(empty_model(name)):  # other processes load it as the config says
+    if not ties_lm_head(model) and ties_lm_head(
+        empty_model(name, config)
+    ):  # other processes load it as the config says
         raise UserError(
             f"cannot load the model {name!r}: its files hold an lm_head of its own, but its config ties it to the "
             "embedding: set tie_word_embeddings to false in its config.json, also in text_config"
@@ -98,9 +103,11 @@ def load_model(
     return model
 
 
-def empty_model(name: str, **options: object) -> transformers.PreTrainedModel:
-    """Return the model saved at `name` on the meta device, without its weights."""
-    config = load_config(name)
+def empty_model(
+    name: str, config: transformers.PreTrainedConfig | None = None, **options: object
+) -> transformers.PreTrainedModel:
+    """Return the model saved at `name` on the meta device, without its weights. `config`: its own, if it is loaded."""
+    config = config or load_config(name)
     with reading(name, "config.json"), torch.device("meta"):
         return auto_class(config).from_config(config, **options)
 
@@ -123,30 +130,18 @@ def check_saved_model(folder: str) -> None:
 def check_tensors(name: str, config: transformers.PreTrainedConfig) -> None:
     """Raise UserError unless the files of the model at `name` have exactly the tensors that `config` asks for.
 
-    Only names and shapes are read, and no memory is used, whatever sizes the config gives. transformers would only
-    warn, and fill a missing tensor with random numbers. Its report leaves out tied weights.
+    Only names and shapes are read. transformers would only warn, and fill a missing tensor with random numbers. Its
+    report leaves out tied weights.
     """
-    with reading(name, "config.json and weights"):
-        model = empty_model(name)
-        parameters = dict(model.named_parameters())
-        layout = Layout(model, stored_tensors(name), parameters)
-        stored = {key: layout.stored[path][k] for path, keys in layout.parameters.items() for k, key in keys.items()}
-        odd = {key for key in stored.keys() - layout.converted if stored[key].shape != parameters[key].shape}
-    _refuse_tensors(name, {"a different shape in the files:": odd})  # before transformers allocates buffers
     empty = {"device_map": {"": "meta"}, "ignore_mismatched_sizes": True, "output_loading_info": True}
     with reading(name, "config.json and weights"):
         model, report = auto_class(config).from_pretrained(name, config=config, **SAFELY, **empty)
     buffers = {buffer for buffer, _ in model.named_buffers()}  # old releases saved buffers that are now computed
-    problems = {
+    for problem, keys in {
         "the files lack": set(report["missing_keys"]),
         "a different shape in the files:": {key for key, *_ in report["mismatched_keys"]},
         "the model does not have": set(report["unexpected_keys"]) - buffers,
-    }
-    _refuse_tensors(name, problems)
-
-
-def _refuse_tensors(name: str, problems: dict[str, set[str]]) -> None:
-    for problem, keys in problems.items():
+    }.items():
         if keys:
             more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
             raise UserError(
@@ -169,11 +164,6 @@ def load_config(name: str) -> transformers.PreTrainedConfig:
 def read_config(name: str) -> transformers.PreTrainedConfig:
     """Like `load_config`, without a look at the weights, which a hub name may still have to download."""
     with reading(name, "config.json"):
-        written, _ = transformers.PreTrainedConfig.get_config_dict(name)
-        for part in (written, *(value for value in written.values() if isinstance(value, dict))):
-            depth = part.get("num_hidden_layers", part.get("depth"))
-            if isinstance(depth, int) and depth > MOST_LAYERS:  # transformers would list the kinds of all layers
-                raise ValueError(f"a model of {depth} layers is not supported")
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         find_family(config, name)
         if getattr(config, "quantization_config", None) is not None:
@@ -248,12 +238,13 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device, to_shard: b
     in float32; the base model is in the compute dtype or in 4 bits. `to_shard`: see `load_model`; a 4-bit model is
     always loaded in full by every process.
     """
-    check_kernels(load_config(name), device)
+    config = load_config(name)
+    check_kernels(config, device)
     dtype = compute_dtype(flags.dtype, device) if flags.has_adapter else torch.float32
     if flags.load_in_4bit:
-        model = load_model(name, dtype, four_bit_device=device)
+        model = load_model(name, dtype, four_bit_device=device, config=config)
     else:
-        model = load_model(name, dtype, to_shard=to_shard)
+        model = load_model(name, dtype, to_shard=to_shard, config=config)
     _set_trained(model, flags)
     enable_packed_forward(model, compiled=flags.compile and device.type == "cuda")
     model.train()
