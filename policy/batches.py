@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,19 +21,25 @@ from policy.sharding import unsharded
 def order_for_packing(groups: Sequence[Group], budget: int) -> list[Group]:
     """Return `groups` in the order of few micro-batches of at most `budget` tokens, by first-fit decreasing.
 
-    The largest comes first, and each goes into the first micro-batch that it fits into. Groups larger than the budget
-    are cut. A group that opens a micro-batch did not fit into the one before, so `split_groups` makes the same cuts.
+    The largest comes first, and each goes into the first micro-batch that it fits into. A group that fits into none is
+    cut, and its completions fill what is free in each: else, groups of a little more than half the budget would leave
+    half of every micro-batch empty. A group that opens one did not fit into the one before, so `split_groups` makes the
+    same cuts.
     """
     batches: list[list[Group]] = []
     free: list[int] = []
     pieces = [piece for group in groups for piece in split_group(group, budget)]
     for piece in sorted(pieces, key=lambda piece: -piece.tokens):
-        i = next((i for i, tokens in enumerate(free) if piece.tokens <= tokens), len(free))
-        if i == len(free):
-            batches.append([])
-            free.append(budget)
-        batches[i].append(piece)
-        free[i] -= piece.tokens
+        left = piece.completions
+        for i in next(([i] for i, tokens in enumerate(free) if piece.tokens <= tokens), range(len(free))):
+            if left and len(piece.prompt.ids) + left[0].tokens <= free[i]:
+                first = split_group(replace(piece, completions=left), free[i])[0]
+                batches[i].append(first)
+                free[i] -= first.tokens
+                left = left[len(first.completions) :]
+        if left:
+            batches.append([replace(piece, completions=left)])
+            free.append(budget - batches[-1][0].tokens)
     return [piece for batch in batches for piece in batch]
 
 

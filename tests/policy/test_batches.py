@@ -1,6 +1,6 @@
 """Micro-batches: they are full, and a single process takes the gradients that FSDP has accumulated.
 
-Guards against: completions lost or repeated.
+Guards against: completions lost or repeated, and micro-batches that stay half empty.
 """
 
 import itertools
@@ -25,6 +25,16 @@ def test_groups_are_ordered_so_that_micro_batches_are_full():
     parts = split_groups(batches.order_for_packing(groups, 110), 110)
     assert [[group.tokens for group in part] for part in parts] == [[110], [80, 30], [60, 40], [20]]
     assert [[group.index for group in part] for part in parts] == [[4], [2, 1], [0, 3], [4]]
+
+
+def test_groups_that_fit_nowhere_are_cut_to_fill_what_is_free():
+    """By hand: in each micro-batch of 110 tokens, a group of 60 leaves 50 free. With a prompt of 10 tokens and
+    completions of 10, four groups need three micro-batches: 60 + 50, then what is left of the second group (10 + 10)
+    with the third (60) and a piece of the fourth (10 + 20), then the rest of the fourth (10 + 30).
+    """
+    parts = split_groups(batches.order_for_packing(groups_of([[10] * 5 for _ in range(4)]), 110), 110)
+    cut = [[(0, 60), (1, 50)], [(1, 20), (2, 60), (3, 30)], [(3, 40)]]
+    assert [[(group.index, group.tokens) for group in part] for part in parts] == cut
 
 
 @pytest.mark.parametrize("seed", range(5))
