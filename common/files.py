@@ -85,17 +85,6 @@ def atomic_write(path: Path, text: str) -> None:
     partial.rename(path)
 
 
-def what_to_give(folder: str, expected: str) -> str:
-    """Return advice for a user who gave `folder` in the place of `expected`: it may be a run or a checkpoint."""
-    path = Path(folder)
-    if (path / "final").is_dir():
-        return f"it is a run, give {path / 'final'}"
-    if (path / "manifest.json").is_file():
-        command = f"python -m training.checkpoint --checkpoint {folder} --output DIR"
-        return f"it is a checkpoint of a run, export it with {command}"
-    return f"give {expected}"
-
-
 def flush(path: Path) -> None:
     """Flush a file or folder to disk and wait until it has been written."""
     handle = os.open(path, os.O_RDONLY)

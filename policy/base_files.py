@@ -31,7 +31,6 @@ from transformers.utils import cached_file
 
 from common import console, hub
 from common.errors import UserError
-from common.files import what_to_give
 
 LM_HEAD = "lm_head.weight"
 KEPT = "base"  # the folder of a run that keeps the files of a base from the hub
@@ -110,7 +109,7 @@ def reading(model: str, part: str) -> Iterator[None]:
         if (Path(model) / "adapter_config.json").is_file():
             raise UserError(f"{model!r} is an adapter: give its base as the model, and it as the adapter") from None
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        advice = what_to_give(model, "a complete folder in Hugging Face layout, with .safetensors or plain .bin files")
+        advice = "give a complete folder in Hugging Face layout, with .safetensors or plain .bin files"
         raise UserError(f"cannot load a model from {model!r} ({part}: {reason[:240]}): {advice}") from None
 
 

@@ -34,7 +34,6 @@ from transformers.utils import cached_file
 
 from common import console, distributed
 from common.errors import UserError
-from common.files import what_to_give
 from policy.base_files import module_finder
 from policy.families import find_family, language_model, routed_experts, routers, vision_blocks
 
@@ -204,7 +203,7 @@ def read_adapter(source: str, cache_dir: str | None = None) -> tuple["LoraConfig
     import peft
 
     if pathlib.Path(source).is_dir() and not (pathlib.Path(source) / "adapter_config.json").is_file():
-        raise UserError(f"{source!r} has no adapter_config.json: {what_to_give(source, 'an adapter in PEFT layout')}")
+        raise UserError(f"{source!r} has no adapter_config.json: give one, such as a run's final/")
     damaged = (OSError, ValueError, RuntimeError, TypeError, KeyError, EOFError, UnpicklingError, SafetensorError)
     try:
         path = cached_file(source, "adapter_config.json", cache_dir=cache_dir)

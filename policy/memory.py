@@ -27,15 +27,7 @@ from policy.families import (
 )
 from policy.forward import LOGIT_ROWS
 from policy.lora import adapted_layers, has_adapter
-from policy.model import (
-    Policy,
-    compute_dtype,
-    empty_model,
-    is_quantised,
-    num_weights,
-    trains_vision,
-    vision_parameters,
-)
+from policy.model import Policy, compute_dtype, empty_model, is_quantised, num_weights, trains_vision, vision_parameters
 from policy.sharding import AFTER_UPDATE, reshard, take_gradients
 
 T = TypeVar("T")

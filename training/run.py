@@ -142,14 +142,10 @@ def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, Reque
     has_reward = any(scorer.weights.values())
     if not (has_reward or cfg.teacher):
         raise UserError("--reward: every reward has the weight 0, so there is nothing to train for")
-    for flag, is_on in (
-        ("dynamic_sampling_rounds", cfg.dynamic_sampling_rounds),
-        ("overlong_buffer", cfg.overlong_buffer),
-    ):
+    needing = {"dynamic_sampling_rounds": cfg.dynamic_sampling_rounds, "overlong_buffer": cfg.overlong_buffer}
+    for flag, is_on in (needing | {"advantage gdpo": cfg.advantage == "gdpo"}).items():
         if is_on and not has_reward:
             raise UserError(f"--{flag} needs a reward: every reward has the weight 0")
-    if not has_reward and cfg.advantage == "gdpo":
-        raise UserError("--advantage gdpo needs a reward: every reward has the weight 0")
     if has_reward and cfg.num_generations < 2:
         raise UserError(
             "--num_generations 1: rewards are compared within a group; with a teacher alone, give them weight 0"

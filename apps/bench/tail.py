@@ -129,8 +129,7 @@ class ForcedLengths:
     """Lets `engine` end each completion at a length that depends on its prompt's seed and its index alone."""
 
     def __init__(self, engine: Engine, cfg: Config):
-        self.cfg, self.fixed = cfg, 0  # `fixed`: the length of all, if it is not 0
-        self._generate = engine.generate
+        self.cfg, self._generate = cfg, engine.generate
         self.left: dict[int, int] = {}  # vLLM: tokens left to each request, by its seed
         engine.stop, engine.generate = engine.stop[:0], self.generate
         if isinstance(engine, HFEngine):
@@ -140,7 +139,7 @@ class ForcedLengths:
             self._params, engine._params = engine._params, self.params
 
     def length(self, seed: int, completion: int) -> int:
-        return self.fixed or log_normal_length((seed, completion), self.cfg.median, self.cfg.sigma, self.cfg.cap)
+        return log_normal_length((seed, completion), self.cfg.median, self.cfg.sigma, self.cfg.cap)
 
     def generate(self, prompts, seeds, sampling, continuation=None):
         """A request for several completions has one limit for all, so continue completions that have not started."""
@@ -162,14 +161,6 @@ class ForcedLengths:
     def decode(self, prefixes, uniforms, limits, *rest):
         limits.copy_(torch.tensor(self.limits))  # in place: the sampler compares the lengths with them afterwards
         return self._decode(prefixes, uniforms, limits, *rest)
-
-
-def compile_first(run: Run, data: str, forced: ForcedLengths) -> None:
-    """Take a step with short completions, in which the sampler and the update compile what they need."""
-    forced.fixed = min(forced.cfg.cap, 256)
-    restart(run, data, oversample=1.0, steps=1)
-    speed.take_step(run, "compiling")
-    forced.fixed = 0
 
 
 def restart(run: Run, data: str, oversample: float, steps: int) -> None:
@@ -260,7 +251,9 @@ def main(cfg: Config) -> None:
     side = 84 if cfg.shape == "tiny" else 448
     data = speed.prepare(pathlib.Path(cfg.folder), cfg.shape, {side}, 4 * cfg.prompts)[side]
     run = grpo.set_up(cfg.training_config(data, max(cfg.oversample)))
-    compile_first(run, data, ForcedLengths(run.collector.engine, cfg))
+    ForcedLengths(run.collector.engine, cfg)
+    restart(run, data, oversample=1.0, steps=1)
+    speed.take_step(run, "compiling")
     occupancy = Occupancy(run.collector.engine)
     results = [measure(run, data, oversample, cfg, occupancy) for oversample in cfg.oversample]
     if console.is_main():

@@ -50,7 +50,6 @@ from apps.service.schema import FileInfo, JobInfo, Started, TrainRequest
 from apps.service.uploads import DRAW_THUMBNAIL, FUNCTIONS, INSPECT_ZIP, TO_PNG
 from common import cli
 from common.errors import CallFailed, UserError, require
-from common.files import what_to_give
 from common.records import TAG
 from grading.answers import without_marks
 from grading.sandbox import WorkerPool
@@ -534,7 +533,7 @@ def find_model(model: str) -> str:
             json.loads((folder / "config.json").read_bytes())["model_type"]
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             problem = f"--model {model!r} has no config.json of a model ({type(error).__name__}: {str(error)[:120]})"
-            raise UserError(f"{problem}: {what_to_give(model, 'a folder in Hugging Face layout')}") from None
+            raise UserError(f"{problem}: give a folder in Hugging Face layout") from None
         return str(folder.resolve())
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model):
         raise UserError(f"no model at --model {model!r}: give a folder in Hugging Face layout or a hub name")

@@ -679,14 +679,7 @@ def test_damaged_weights_are_named(tiny_model, sft, tmp_path, name):
 
 
 def test_a_folder_without_an_adapter_is_named(tiny_model, tmp_path):
-    (tmp_path / "run" / "final").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"has no adapter_config.json: it is a run, give .*/run/final"):
-        read_adapter(str(tmp_path / "run"))
-    (tmp_path / "checkpoint-2").mkdir()
-    (tmp_path / "checkpoint-2" / "manifest.json").touch()
-    with pytest.raises(UserError, match=r"it is a checkpoint of a run, export it with python -m training\.checkpoint"):
-        read_adapter(str(tmp_path / "checkpoint-2"))
-    with pytest.raises(UserError, match=r"has no adapter_config.json: give an adapter in PEFT layout"):
+    with pytest.raises(UserError, match=r"has no adapter_config.json: give one, such as a run's final/$"):
         continue_adapter(load_model(tiny_model, torch.float32), str(tmp_path))
     with pytest.raises(ValueError, match="leave lora_rank and lora_alpha out"):
         grpo.Config(data="x", adapter="y", lora_rank=4)
