@@ -88,12 +88,9 @@ def all_problems(history: list[dict[str, Any]]) -> dict[str, str]:
 
 def is_metrics(row: dict) -> bool:
     """Return whether `row` is a line of `metrics.jsonl`: a step, and finite numbers or None."""
-    is_step = isinstance(row.get("step"), int) and row["step"] >= 0
-    return is_step and all(value is None or _is_finite(value) for value in row.values())
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max  # an integer may be too large to convert
+    is_step, largest = isinstance(row.get("step"), int) and row["step"] >= 0, sys.float_info.max
+    values = [value for value in row.values() if value is not None]  # an integer may be too large to convert
+    return is_step and all(isinstance(value, int | float) and abs(value) <= largest for value in values)
 
 
 def shows_reward(rows: list[dict]) -> bool:

@@ -98,8 +98,7 @@ class Loop:
                 "a higher --max_steps continues them"
             )
         self.checkpoints.export_final(run.policy, run.cfg.model)
-        has_page = bool(run.log.pages and run.cfg.report_every)
-        console.log(closing_lines(run.cfg, self.checkpoints.newest is not None, has_page))
+        console.log(closing_lines(run.cfg, self.checkpoints.newest is not None, run.log.pages is not None))
 
     def _step_or_undo(self, run: Run, train_step: TrainStep) -> dict[str, float]:
         """Take a step and return its metrics. If it fails before its first update, undo it and save the run."""
@@ -178,11 +177,11 @@ def score_completions(run: Run, samples: list[Sample]) -> dict[str, float]:
     return score_policy(run.policy, owner.engine, owner.stream.processor, samples, owner.scorer, max_tokens)
 
 
-def closing_lines(cfg: Config, has_checkpoint: bool, has_page: bool) -> str:
+def closing_lines(cfg: Config, has_checkpoint: bool, has_pages: bool) -> str:
     """Return where a finished run has its model, page and metrics, and the commands that go on from there."""
     run, base, model = map(shlex.quote, (cfg.output, cfg.model, f"{cfg.output}/final"))
     lines = [f"model     {model}", f"metrics   {run}/metrics.jsonl"]
-    lines += [f"page      {run}/index.html, with its pictures"] if has_page else []
+    lines += [f"page      {run}/index.html, with its pictures"] if cfg.report_every and has_pages else []
     lines.append(f"evaluate  ./run.sh eval {run}" + ("" if cfg.eval_data else " --data FILE"))
     if has_checkpoint:
         lines.append(f"resume    the same command, with --resume --{'max_steps' if cfg.max_steps else 'epochs'} HIGHER")

@@ -254,7 +254,7 @@ def prepare_output(cfg: Config, folder: RunFolder, resumed_step: int | None, col
         if console.is_main():
             settings_folder(cfg.model, cfg.output, keep=True)
     config, decode = asdict(cfg) | {"total_steps": collector.total_steps}, collector.stream.processor.tokenizer.decode
-    return RunLog(cfg.output, config, cfg.report_every, resumed_step, decode)
+    return RunLog(cfg.output, config, resumed_step, decode)
 
 
 def restore(run: Run, state: dict[str, Any]) -> None:

@@ -1,9 +1,8 @@
 """The log of a run: its settings, the metrics of every step, and what is printed after a step.
 
-`RunLog` writes `config.json` and `metrics.jsonl` on the main process. What `--report_every` and `--log_to` ask for,
-sampled completions, pages and trackers, is in parts/pages. A full disk does not stop the run: lines that cannot be
-written are kept in memory and written later. `check_output_folder` rejects an unusable output folder before the run
-starts.
+`RunLog` writes `config.json` and `metrics.jsonl`; sampled completions, pages and trackers are those of parts/pages. A
+full disk does not stop the run: lines that cannot be written are kept in memory and written later.
+`check_output_folder` rejects an unusable output folder before the run starts.
 """
 
 import contextlib
@@ -15,7 +14,6 @@ import shlex
 import sys
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -39,22 +37,13 @@ OF_PAGES = ("completions.jsonl", "curves.png", "completions.html", "index.html")
 class RunLog:
     """Writes the log files of a run on the main process; does nothing on other processes."""
 
-    def __init__(
-        self,
-        folder: str,
-        config: dict[str, Any],
-        every: int,
-        resumed_step: int | None = None,
-        decode: Callable[[list[int]], str] = str,
-    ):
+    def __init__(self, folder: str, config: dict[str, Any], resumed_step: int | None = None, decode: Callable = str):
         """Create the log files of a new run, or continue those of a run resumed after `resumed_step`.
 
-        The pages, if they are here, get `every`, the steps between two reports (0 for none), and `decode`, which
-        returns the text of tokens. Raises UserError when the folder cannot be written to.
+        `config`: the flags; `decode` returns the text of tokens. Raises UserError when the folder cannot be written to.
         """
         self.folder, self.resumed_step = pathlib.Path(folder), resumed_step
-        self.waiting: dict[str, str] = defaultdict(str)  # lines that could not be written yet, by their file's name
-        self.failure_reported = False  # whether a failed write has been reported
+        self.waiting: dict[str, str] = {}  # lines that could not be written yet, by the name of their file
         self.started, self.steps = time.monotonic(), 0  # when this process began to train, and its finished steps
         self.example = ""  # a completion of the step
         self.pages: Any = None  # `parts.pages.Pages` of the main process
@@ -68,9 +57,9 @@ class RunLog:
             atomic_write(self.folder / "config.json", settings + "\n")
             for name in OF_PAGES if resumed_step is None else ():
                 (self.folder / name).unlink(missing_ok=True)  # it is of an earlier run
-            if every or config.get("log_to"):
+            if config.get("report_every") or config.get("log_to"):
                 if pages := extra("pages"):
-                    self.pages = pages.Pages(self, json.loads(settings), every, decode)
+                    self.pages = pages.Pages(self, json.loads(settings), decode)
                 else:
                     console.log("no pages: parts/pages is not here; metrics.jsonl has every step")
         except OSError as error:
@@ -87,31 +76,22 @@ class RunLog:
         return rows
 
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Append one line to `metrics.jsonl`.
+        """Append a line to `metrics.jsonl`, or add scores that were still due after a resume to the line of their step.
 
-        After a resume, the evaluation at the checkpoint's step may still be due. Its scores are then merged into the
-        existing line of that step. On a full disk, they get a line of their own as soon as there is space.
+        On a full disk, these get a line of their own as soon as there is space.
         """
         if not console.is_main() or not metrics:
             return
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        row = {"step": step} | finite  # JSON has no NaN
+        row = {"step": step} | {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        new = [row]
+        if self.history and self.history[-1]["step"] == step:
+            with contextlib.suppress(OSError):
+                atomic_write(self.folder / "metrics.jsonl", json_lines([*self.history[:-1], self.history[-1] | row]))
+                new = []
+        self.append("metrics.jsonl", new)
         self.history.append(row)
-        if not (step == self.resumed_step and self._merge(row)):
-            self.append("metrics.jsonl", [row])
         if self.pages:
             self.pages.metrics(row)
-
-    def _merge(self, row: dict) -> bool:
-        """Add `row` to the last line of `metrics.jsonl` if that is of the same step. Return whether it was added."""
-        rows = read_jsonl(self.folder / "metrics.jsonl", is_metrics)
-        if not rows or rows[-1]["step"] != row["step"]:
-            return False
-        try:
-            atomic_write(self.folder / "metrics.jsonl", json_lines([*rows[:-1], rows[-1] | row]))
-        except OSError:
-            return False
-        return True
 
     def print_step(self, step: int, steps_left: int, metrics: dict[str, float]) -> None:
         """Print one line, of at most 80 characters, for a step or for the evaluation before the first step.
@@ -160,26 +140,25 @@ class RunLog:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         """Try to write the lines kept in memory, and end the pages, however the run ends."""
-        if console.is_main():
-            self.append("metrics.jsonl", [])
+        for name in list(self.waiting):
+            self.append(name, [])
         if self.pages:
             self.pages.close(error is not None)
 
     def append(self, name: str, rows: list[dict]) -> None:
         """Append rows to a file. If that fails, they are kept in memory and written together with the next ones."""
-        self.waiting[name] += json_lines(rows)
-        path = self.folder / name
+        path, lines = self.folder / name, self.waiting.get(name, "") + json_lines(rows)
         size = path.stat().st_size if path.exists() else 0
         try:
             with path.open("a", encoding="utf-8", errors="replace") as file:
-                file.write(self.waiting[name])
-            self.waiting[name] = ""
+                file.write(lines)
+            self.waiting.pop(name, None)
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.truncate(path, size)  # some of the lines may have been written
-            if not self.failure_reported:
+            if name not in self.waiting:
                 console.log(f"cannot write {path} ({error.strerror}): keeping its rows in memory for now")
-            self.failure_reported = True
+            self.waiting[name] = lines
 
 
 def check_output_folder(folder: str, overwrite: bool, continued: bool) -> None:

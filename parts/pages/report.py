@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from common.figures import save_figure, save_page, thumbnail
 from common.files import parse_jsonl, read_jsonl
-from common.records import ScoredGroup, Trajectory
-from parts.pages import trackers
+from common.records import ScoredGroup, Turn
+from parts.pages.trackers import Trackers
 from training.diagnosis import all_problems, is_metrics, shows_reward
 
 if TYPE_CHECKING:  # the service imports this, and importing torch would delay its start by seconds
@@ -33,76 +33,76 @@ TURN_SIDE = 128  # pixels of the longer side of a picture of a later turn: there
 
 def is_group(row: dict) -> bool:
     """Return whether `row` is a line of `completions.jsonl`: a step, images, and completions with their rewards."""
-    completions = row.get("completions")
-    has_lists = isinstance(row.get("images"), list) and isinstance(completions, list)
-    return isinstance(row.get("step"), int) and has_lists and all(map(_is_completion, completions))
-
-
-def _is_completion(value: object) -> bool:
-    if not isinstance(value, dict) or not isinstance(rewards := value.get("rewards", {}), dict):
+    try:
+        numbers = [(c["reward"], c["advantage"], *c.get("rewards", {}).values()) for c in row["completions"]]
+        has_types = isinstance(row["step"], int) and isinstance(row["images"], list)
+    except (AttributeError, KeyError, TypeError):
         return False
-    numbers = [value.get("reward", ""), value.get("advantage", ""), *rewards.values()]
-    return all(isinstance(number, Real | None) for number in numbers)
+    return has_types and all(isinstance(number, Real | None) for each in numbers for number in each)
 
 
 class Pages:
-    """What the log of a run, on the main process, gives its metrics and completions to."""
+    """The pages and trackers of a run, to which its log, on the main process, gives metrics and completions."""
 
-    def __init__(self, log: RunLog, settings: dict[str, Any], every: int, decode: Callable[[list[int]], str]):
-        """`log` writes the lines; for `every` and `decode`, see there. `settings`: those of config.json."""
-        self.log, self.every, self.decode = log, every, decode
+    def __init__(self, log: RunLog, settings: dict[str, Any], decode: Callable[[list[int]], str]):
+        """`log` writes the lines; `settings` are those of config.json; `decode` returns the text of tokens."""
+        self.log, self.every, self.decode = log, settings.get("report_every", 0), decode
         self.shown = {str(row.get("source")) for row in log.begin("completions.jsonl", is_group)}  # rows of the data
         self.newest: tuple[int, list] = (0, [])  # the newest step and its groups, until they are logged
-        names = settings.get("log_to", ())
-        self.track, self.close_trackers = trackers.start(names, log.folder, settings, log.resumed_step)
-
-    def metrics(self, row: dict[str, Any]) -> None:
-        """Give the trackers a line of `metrics.jsonl`. Every `every` steps, redraw the pages."""
-        step = row["step"]
-        self.track(step, {name: value for name, value in row.items() if name != "step" and value is not None}, [])
-        if self.every and step % self.every == 0 and step:
-            self.refresh()
+        self.trackers = Trackers(settings.get("log_to", ()), log.folder, settings, log.resumed_step)
 
     def completions(self, step: int, groups: list[tuple[ScoredGroup, list[Tensor]]]) -> None:
-        """Log some of `groups` and write the page: at step 1, every `every` steps and at the end.
+        """Choose which of `groups` the next report shows. Rows that were shown before come first.
 
-        Rows that were logged before come first: the page shows how their completions change. With each group comes the
-        advantage of each of its completions, () or, of its tokens, (L,); NaN if it is left out.
+        With each group comes the advantage of each of its completions, () or, of its tokens, (L,); NaN: left out.
         """
-        if not self.every:
-            return
-        self.newest = step, sorted(groups, key=lambda each: each[0].sample.source not in self.shown)[:GROUPS_PER_REPORT]
-        if step % self.every == 0 or step == 1:
-            self._log_newest()
+        if self.every:
+            groups = sorted(groups, key=lambda each: each[0].sample.source not in self.shown)
+            self.newest = step, groups[:GROUPS_PER_REPORT]
 
-    def _log_newest(self) -> None:
-        """Log the chosen groups of the newest step, unless they are logged already, and write the page."""
+    def metrics(self, row: dict[str, Any]) -> None:
+        """Give the trackers a line of `metrics.jsonl`. After step 1 and every `every` steps, report."""
+        step = row["step"]
+        if self.every and step and (step == 1 or step % self.every == 0):
+            self._report()
+        numbers = {name: value for name, value in row.items() if name != "step" and value is not None}
+        self.trackers.log(step, numbers, [])
+
+    def close(self, failed: bool) -> None:
+        """Report the last step, and end the runs of the trackers.
+
+        The trackers' own exit handlers may not run: after an error, `cli.run` skips them.
+        """
+        if self.every:
+            self._report()
+        self.trackers.close(failed)
+
+    def _report(self) -> None:
+        """Log the chosen groups of the newest step, unless they are logged already, and draw the pages."""
         (step, chosen), self.newest = self.newest, (0, [])
-        if not chosen:
-            return
-        rows = []
-        for group, advantages in chosen:
-            self.shown.add(group.sample.source)
-            scored = zip(group.rollouts, group.rewards, advantages, strict=True)
-            row = {
-                "step": step,
-                "source": group.sample.source,
-                "question": "\n\n".join(group.sample.texts).strip(),
-                "answer": group.sample.answer,
-                "images": [thumbnail(image) for image in group.prompt.images],
-                "completions": [
-                    {"text": r.text, "reward": _finite(rewards.total), "truncated": r.truncated}
-                    | {"rewards": {name: _finite(value) for name, value in rewards.parts.items()}}
-                    | ({"turns": _turns(r.trajectory)} if r.trajectory else {})
-                    | self._advantage(r.ids, advantage)
-                    for r, rewards, advantage in scored
-                ],
-            }
-            rows.append(row)
-        self.log.append("completions.jsonl", rows)
-        self.track(step, {}, rows)
-        with contextlib.suppress(OSError):  # the next report writes it again
+        if rows := [{"step": step} | self._row(group, advantages) for group, advantages in chosen]:
+            self.shown |= {row["source"] for row in rows}
+            self.log.append("completions.jsonl", rows)
+            self.trackers.log(step, {}, rows)
+        with contextlib.suppress(OSError):  # the next report draws them again
             write_page(self.log.folder)
+            draw_curves(self.log.folder)
+            write_index(self.log.folder)
+
+    def _row(self, group: ScoredGroup, advantages: list[Tensor]) -> dict[str, Any]:
+        return {
+            "source": group.sample.source,
+            "question": "\n\n".join(group.sample.texts).strip(),
+            "answer": group.sample.answer,
+            "images": [thumbnail(image) for image in group.prompt.images],
+            "completions": [
+                {"text": r.text, "reward": _finite(rewards.total), "truncated": r.truncated}
+                | {"rewards": {name: _finite(value) for name, value in rewards.parts.items()}}
+                | ({"turns": list(map(_turn, r.trajectory.turns))} if r.trajectory else {})
+                | self._advantage(r.ids, advantage)
+                for r, rewards, advantage in zip(group.rollouts, group.rewards, advantages, strict=True)
+            ],
+        }
 
     def _advantage(self, ids: Tensor, advantage: Tensor) -> dict[str, Any]:
         """Return the advantage of a completion, null if it is left out, and the parts of its text that have their own.
@@ -115,31 +115,11 @@ class Pages:
             fields["parts"] = [(self.decode([token for token, _ in run]), _finite(value)) for value, run in runs]
         return fields
 
-    def refresh(self) -> None:
-        """Log the newest completions, try to write those kept in memory, and redraw the pages."""
-        self._log_newest()
-        self.log.append("completions.jsonl", [])
-        if self.every:
-            with contextlib.suppress(OSError):  # the next report draws it again
-                draw_curves(self.log.folder)
-                write_index(self.log.folder)
 
-    def close(self, failed: bool) -> None:
-        """Log and draw the last step, and end the runs of the trackers.
-
-        The trackers' own exit handlers may not run: after an error, `cli.run` skips them.
-        """
-        self.refresh()
-        self.close_trackers(failed)
-
-
-def _turns(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Return the turns of an episode for the page: who wrote them, and their texts and pictures (data URIs)."""
-
-    def shown(part: Any) -> dict[str, str]:
-        return {"text": part} if isinstance(part, str) else {"image": thumbnail(part, TURN_SIDE)}
-
-    return [{"role": turn.role, "parts": list(map(shown, turn.content))} for turn in trajectory.turns]
+def _turn(turn: Turn) -> dict[str, Any]:
+    """Return a turn of an episode for the page: who wrote it, and its texts and pictures (data URIs)."""
+    parts = [{"text": p} if isinstance(p, str) else {"image": thumbnail(p, TURN_SIDE)} for p in turn.content]
+    return {"role": turn.role, "parts": parts}
 
 
 def _finite(value: float) -> float | None:

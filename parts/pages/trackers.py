@@ -26,37 +26,35 @@ def check_packages(names: tuple[str, ...]) -> None:
     """Raise ValueError if the package of one of the trackers `names` is missing."""
     for name in names:
         spec = importlib.util.find_spec(name)
-        is_package = spec is not None and spec.origin is not None  # W&B's own folder "wandb" has no origin
+        is_package = bool(spec and spec.origin)  # W&B's own folder "wandb" has no origin
         require(is_package, f"log_to {name}: the package is missing; run pip install {name}, or leave it out")
 
 
-def start(names: tuple[str, ...], folder: pathlib.Path, config: dict[str, Any], resumed_step: int | None) -> Tracker:
-    """Return one tracker for all of `names`. One that fails is left out from then on, and never stops the run.
+class Trackers:
+    """The trackers of a run. One that fails is left out from then on, and never stops the run."""
 
-    `config` is uploaded, so it must not contain credentials.
-    """
-    running: dict[str, Tracker] = {}
+    def __init__(self, names: list[str], folder: pathlib.Path, config: dict[str, Any], resumed_step: int | None):
+        """`config` is uploaded, so it must not contain credentials."""
+        self.running: dict[str, Tracker] = {}
+        for name in names:
+            if tracker := self._attempt(name, TRACKERS[name], folder, config, resumed_step):
+                self.running[name] = tracker
 
-    def attempt(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    def log(self, step: int, numbers: dict[str, float], groups: list[dict[str, Any]]) -> None:
+        for name, (log, _) in list(self.running.items()):
+            self._attempt(name, log, step, numbers, groups)
+
+    def close(self, failed: bool) -> None:
+        for name, (_, close) in list(self.running.items()):
+            self._attempt(name, close, failed)
+
+    def _attempt(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         try:
             return function(*args)
         except Exception as error:  # noqa: BLE001 - whatever goes wrong in a tracker
-            running.pop(name, None)
+            self.running.pop(name, None)
             reason = hide_credentials(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
             console.log(f"{name} failed ({reason}): the run continues without it; metrics.jsonl has all steps")
-
-    def log(*args: Any) -> None:
-        for name, (log_one, _) in list(running.items()):
-            attempt(name, log_one, *args)
-
-    def close(failed: bool) -> None:
-        for name, (_, close_one) in list(running.items()):
-            attempt(name, close_one, failed)
-
-    for name in names:
-        if tracker := attempt(name, TRACKERS[name], folder, config, resumed_step):
-            running[name] = tracker
-    return log, close
 
 
 def start_wandb(folder: pathlib.Path, config: dict[str, Any], resumed_step: int | None) -> Tracker:

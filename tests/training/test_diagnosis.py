@@ -161,7 +161,7 @@ def test_with_a_teacher_its_kl_stands_in_the_line_of_a_step(tmp_path, capsys):
         ("alone", ALONE | more, "step 1/2  teacher_kl 0.123  30 tokens  1.0 s  "),
         ("both", more, "step 1/2  reward 0.400  teacher_kl 0.123  30 tokens  1.0 s  "),
     ):
-        log, (row,) = RunLog(str(tmp_path / name), {}, every=0), history(change)
+        log, (row,) = RunLog(str(tmp_path / name), {}), history(change)
         log.metrics(1, {name: math.nan if value is None else value for name, value in row.items()})
         log.print_step(1, 1, row)
         assert capsys.readouterr().err.startswith(expected)
@@ -201,12 +201,12 @@ def said(log: RunLog, rows: list[dict], capsys) -> dict[int, str]:
 def test_a_warning_is_printed_once_also_after_a_resume(tmp_path, capsys):
     """A resumed run repeats the steps after its checkpoint, and what was printed about them."""
     rows = history(*lasting(8, frac_reward_zero_std=1.0))
-    plain = said(RunLog(str(tmp_path / "plain"), {}, every=0), rows, capsys)
+    plain = said(RunLog(str(tmp_path / "plain"), {}), rows, capsys)
     assert list(plain) == [3] and "no group's rewards" in plain[3]
     for kept, expected in ((2, [3]), (3, []), (5, [])):
         folder = str(tmp_path / f"resumed-{kept}")
-        said(RunLog(folder, {}, every=0), rows[:6], capsys)
-        resumed = said(RunLog(folder, {}, every=0, resumed_step=kept), rows[kept:], capsys)
+        said(RunLog(folder, {}), rows[:6], capsys)
+        resumed = said(RunLog(folder, {}, resumed_step=kept), rows[kept:], capsys)
         assert list(resumed) == expected
         assert [row["step"] for row in read_jsonl(tmp_path / f"resumed-{kept}" / "metrics.jsonl")] == list(range(1, 9))
 

@@ -509,14 +509,14 @@ def test_a_new_folder_is_locked_when_nothing_can_be_refused_any_more(tmp_path):
 
 
 def test_a_file_name_that_is_not_unicode_is_logged(tmp_path):
-    log = RunLog(str(tmp_path), {}, every=10)
+    log = RunLog(str(tmp_path), {})
     log.append("completions.jsonl", [{"source": os.fsdecode(b"rows-\xff.jsonl")}])
     assert read_jsonl(tmp_path / "completions.jsonl") == [{"source": "rows-?.jsonl"}]
 
 
 def test_the_scores_of_a_resumed_evaluation_wait_for_room(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
-    log = RunLog(str(tmp_path), {}, every=10, resumed_step=1)
+    log = RunLog(str(tmp_path), {}, resumed_step=1)
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -531,7 +531,7 @@ def test_credentials_are_not_logged(tiny_model, shapes, tmp_path, monkeypatch, c
     """Neither in config.json nor in checkpoints, which are compared with the flags of a resumed run."""
     url = "http://user:pa@ss@host/v1?key=swordfish&v=1"
     monkeypatch.setattr(sys, "argv", ["grpo.py", f"--verifier_url={url}"])
-    RunLog(str(tmp_path), {"verifier_url": url}, every=10)
+    RunLog(str(tmp_path), {"verifier_url": url})
     text = (tmp_path / "config.json").read_text()
     assert json.loads(text)["verifier_url"] == "http://***@host/v1?key=***&v=1"
     assert "--verifier_url=http://***@host/v1?key=***&v=1" in json.loads(text)["command"]
@@ -546,7 +546,7 @@ def test_credentials_are_not_logged(tiny_model, shapes, tmp_path, monkeypatch, c
 
 
 def test_metrics_wait_for_room(tmp_path, capsys):
-    log = RunLog(str(tmp_path), {}, every=10)
+    log = RunLog(str(tmp_path), {})
     path_open = pathlib.Path.open
 
     def full(path, *args, **kwargs):
@@ -560,14 +560,14 @@ def test_metrics_wait_for_room(tmp_path, capsys):
             log.metrics(step, {"reward": 0.5})
         patch.setattr(pathlib.Path, "write_text", lambda *_, **__: full(tmp_path, "a"))
         with pytest.raises(UserError, match=r"cannot write to .*No space left"):
-            RunLog(str(tmp_path), {}, every=10, resumed_step=2)
+            RunLog(str(tmp_path), {}, resumed_step=2)
     assert capsys.readouterr().err.count("keeping its rows in memory") == 1
     log.metrics(3, {"reward": 0.5})
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
 def test_the_longest_line_of_a_step_fits_on_a_terminal(tmp_path, capsys):
-    log = RunLog(str(tmp_path), {}, every=0)
+    log = RunLog(str(tmp_path), {})
     metrics = {"reward": 0.948, "frac_reward_zero_std": 0.0, "completions/mean_length": 1024.4, "step_time": 12.34}
     log.started -= 6000
     log.print_step(999, 1, metrics)

@@ -102,11 +102,12 @@ def log_steps(log: RunLog, steps: dict[int, str]) -> None:
     """Log the rows of each step; a row has a letter."""
     for step, rows in steps.items():
         log.completions(step, [scored_group(row, step) for row in rows], torch.zeros(len(rows), 1))
+        log.metrics(step, {"reward": 0.5})
 
 
 def test_a_row_that_comes_again_is_logged_first_and_its_steps_are_side_by_side(tmp_path):
-    log_steps(RunLog(str(tmp_path), {}, every=1), {1: "abcd", 2: "efgb", 3: "dhia"})
-    log_steps(RunLog(str(tmp_path), {}, every=1, resumed_step=2), {3: "xyzc"})
+    log_steps(RunLog(str(tmp_path), {"report_every": 1}), {1: "abcd", 2: "efgb", 3: "dhia"})
+    log_steps(RunLog(str(tmp_path), {"report_every": 1}, resumed_step=2), {3: "xyzc"})
     rows = read_jsonl(tmp_path / "completions.jsonl", is_group)
     assert "".join(row["source"] for row in rows) == "abc" + "bef" + "cxy" and GROUPS_PER_REPORT == 3
     articles = (tmp_path / "completions.html").read_text().split("<article>")[1:]
@@ -116,7 +117,7 @@ def test_a_row_that_comes_again_is_logged_first_and_its_steps_are_side_by_side(t
 
 
 def test_pictures_are_numbered_in_their_places_and_a_sum_of_rewards_has_its_parts(tmp_path):
-    log_steps(RunLog(str(tmp_path), {}, every=1), {1: "a"})
+    log_steps(RunLog(str(tmp_path), {"report_every": 1}), {1: "a"})
     page = (tmp_path / "completions.html").read_text()
     text = re.sub(r' src="[^"]*"', "", page).replace("\n", " ")
     first, second = (f'picture {number}<img alt="picture {number}">' for number in (1, 2))
@@ -126,10 +127,10 @@ def test_pictures_are_numbered_in_their_places_and_a_sum_of_rewards_has_its_part
 
 def test_the_last_step_is_always_on_the_page(tmp_path):
     """Also of a run that is shorter than `report_every`, that ends between two reports or that fails."""
-    with contextlib.suppress(RunStopped), RunLog(str(tmp_path), {}, every=2) as log:
+    with contextlib.suppress(RunStopped), RunLog(str(tmp_path), {"report_every": 2}) as log:
         log_steps(log, {1: "abcd", 2: "efgb", 3: "dhia"})
         raise RunStopped("stopped", 1)
-    with RunLog(str(tmp_path / "short"), {}, every=10) as log:
+    with RunLog(str(tmp_path / "short"), {"report_every": 10}) as log:
         log_steps(log, {1: "abcd", 2: "efgb"})
     for folder, steps in ((tmp_path, "123"), (tmp_path / "short", "12")):
         logged = [row["step"] for row in read_jsonl(folder / "completions.jsonl", is_group)]
@@ -148,7 +149,7 @@ def test_damaged_log_lines_are_skipped_and_named(tmp_path, capsys):
     for name, rows in lines.items():
         text = b"\n".join([*(json.dumps(row).encode() for row in rows), *odd, json.dumps(rows[0]).encode(), b'{"st'])
         (tmp_path / name).write_bytes(text)
-    RunLog(str(tmp_path), {}, every=10, resumed_step=2)
+    RunLog(str(tmp_path), {"report_every": 10}, resumed_step=2)
     __main__.main(__main__.Config(run=str(tmp_path)))
     for name, rows in lines.items():
         assert read_jsonl(tmp_path / name) == [rows[0], rows[0]]

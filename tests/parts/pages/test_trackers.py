@@ -51,8 +51,8 @@ def group() -> ScoredGroup:
 
 def log_run(folder: pathlib.Path, names: tuple[str, ...], steps: range, resumed: int | None = None) -> None:
     """Log steps as a run does. In a second attempt, the loss is 100 higher."""
-    settings = {"log_to": names, "verifier_url": f"http://user:{SECRET}@host/v1"}
-    with RunLog(str(folder), settings, every=2, resumed_step=resumed) as log:
+    settings = {"report_every": 2, "log_to": names, "verifier_url": f"http://user:{SECRET}@host/v1"}
+    with RunLog(str(folder), settings, resumed_step=resumed) as log:
         for step in steps:
             log.completions(step, [group()], torch.tensor([[-1.0, 1.0]]))
             loss = step / 7 + (0 if resumed is None else 100)
@@ -169,7 +169,7 @@ def test_a_failing_tracker_is_left_out_and_reported_once(tmp_path, monkeypatch, 
 def test_trackers_are_closed_however_a_run_ends(tiny_model, shapes, tmp_path, monkeypatch):
     """W&B would lose the last rows: after an error, the process ends without exit handlers."""
     closed = []
-    monkeypatch.setattr(trackers, "start", lambda *_: (lambda *_: None, closed.append))
+    monkeypatch.setattr(trackers.Trackers, "close", lambda _, failed: closed.append(failed))
     grpo.main(config(tiny_model, shapes, tmp_path / "a", max_steps=1, report_every=1))
     monkeypatch.setattr(grpo, "train_step", lambda run: run.loop.interrupted.append(signal.SIGTERM) or {})
     with pytest.raises(RunStopped, match="stopped after step 1"):
@@ -185,6 +185,7 @@ def test_a_missing_package_is_refused(name, monkeypatch):
 
 
 def test_nothing_is_imported_without_the_flag(tmp_path):
-    code = f"import sys; from training.run_log import RunLog; RunLog({str(tmp_path)!r}, {{}}, 1).metrics(1, {{'a': 1}})"
+    code = f"import sys; from training.run_log import RunLog; log = RunLog({str(tmp_path)!r}, {{'report_every': 1}})"
+    code += "; log.metrics(1, {'a': 1})"
     code += "; assert not {'wandb', 'trackio', 'torch.utils.tensorboard'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
