@@ -1,7 +1,4 @@
-"""The table of benchmarks and what its entries are made of, for plugins: `BENCHMARKS`, `Benchmark`, `judge_integer`, …
-
-They are in parts/benchmarks/table.py, which is imported when the first of these names is.
-"""
+"""`BENCHMARKS`, `Benchmark`, `judge_integer` and so on, for plugins: the names of parts/benchmarks/table.py."""
 
 from typing import Any
 

@@ -10,7 +10,8 @@ from common.errors import UserError
 from data import load_processor, load_samples
 from evaluate import Config, free_share
 from evaluation import held_out
-from evaluation.metrics import format_table, pass_at_k, summarise
+from evaluation.metrics import pass_at_k, summarise
+from evaluation.predictions import format_table, scores_by_answer
 from policy.model import load_model
 from sampling.hf_engine import HFEngine
 from tests.helpers.scripts import VECTORS
@@ -58,14 +59,15 @@ def test_each_of_a_few_gold_answers_has_a_score():
         for answer, values in given
     ]
     rows[-1] |= {"exact": [True, False], "rewards": [1, None]}
-    by_answer = summarise(rows, "count")["parts"]["answer"]
+    by_answer = scores_by_answer(rows, "count")["answer"]
     assert list(by_answer.items()) == [("2", {"n": 6, "score": 0.25}), ("10", {"n": 6, "score": 1.0})]
-    table = format_table(summarise(rows, "count"), summarise(rows, "count"))
+    scores = summarise(rows, "count") | {"task": "count", "parts": {"answer": by_answer}}
+    table = format_table(scores, scores)
     assert re.search(r"^answer: 2 \(6\) +0\.250 +0\.250$", table, re.MULTILINE)
-    assert list(summarise(rows, "vqa")["parts"]["answer"]) == ["2", "10", "A photo of 10 cats", "A photo of 2 dogs"]
+    assert list(scores_by_answer(rows, "vqa")["answer"]) == ["2", "10", "A photo of 10 cats", "A photo of 2 dogs"]
     names = [row | {"answer": f"name {i}"} for i, row in enumerate(rows)]
-    assert not summarise(names, "vqa")["parts"], "most answers are answers to one row only"
-    assert not summarise(rows[:1] + rows[3:4], "count")["parts"], "there is one answer"
+    assert not scores_by_answer(names, "vqa"), "most answers are answers to one row only"
+    assert not scores_by_answer(rows[:1] + rows[3:4], "count"), "there is one answer"
 
 
 @pytest.mark.parametrize("bad", [dict(n=0), dict(n=4), dict(temperature=-1.0), dict(top_p=0.0), dict(limit=-1)])

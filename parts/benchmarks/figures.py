@@ -7,7 +7,7 @@ import numpy as np
 
 from common.figures import save_figure, save_page, thumbnail
 from common.records import Sample
-from evaluation.metrics import subset_score, title
+from evaluation.predictions import subset_score, title
 from inputs.images import decode_image
 
 MAX_ROWS = 100  # maximum number of rows under each heading of the page
@@ -62,11 +62,11 @@ def draw_scores(folder: pathlib.Path, scores: dict, baseline: dict | None) -> No
 
 def write_differences(
     folder: pathlib.Path, scores: dict, paired: list[tuple[dict, dict]], samples: Mapping[str, Sample]
-) -> tuple[int, int]:
+) -> str:
     """Write completions.html: the rows that were right and became wrong, then those that were wrong and became right.
 
     A row counts as right when at least half of its completions are right. `samples` holds the rows whose images are
-    known, by source. Returns the number of rows of each kind.
+    known, by source. Returns a line on the number of rows of each kind.
     """
     lost: list[tuple[dict, dict]] = []
     won: list[tuple[dict, dict]] = []
@@ -82,7 +82,8 @@ def write_differences(
         columns=["correct"],
         sections=[_section(heading, changed, samples) for heading, changed in headings.items()],
     )
-    return len(lost), len(won)
+    counts = f"right before, wrong after: {len(lost)}; wrong before, right after: {len(won)}"
+    return f"{counts}; see {folder}/completions.html"
 
 
 def _section(heading: str, changed: list[tuple[dict, dict]], samples: Mapping[str, Sample]) -> dict:

@@ -1,21 +1,34 @@
-"""Scores of predictions with bootstrap intervals, the summary of a benchmark, and two models side by side.
+"""Scores of a benchmark and of a task with bootstrap intervals, and two models side by side.
 
 Of a benchmark, a prediction (evaluation/metrics.py) also holds the answer read from each response (`answers`) and
 further numbers about it (`measures`).
 """
 
 import json
+import pathlib
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from common.errors import UserError
-from evaluation.metrics import RULE_SCORED, group_by, mean, shared_scores
-from parts.benchmarks.table import BENCHMARKS, COGNITION, PERCEPTION, subset_value
+from common.plugins import find_entry
+from common.records import Sample
+from config import PolicyFlags
+from data import Processor
+from evaluation.held_out import open_progress, sample_rows
+from evaluation.metrics import group_by, mean, shared_scores
+from evaluation.predictions import RULE_SCORED, Judge, read_predictions, write_predictions
+from grading.math_workers import check_math
+from grading.verifier import make_verifier
+from parts.benchmarks import table
+from parts.benchmarks.figures import write_differences
+from policy.model import Policy, empty_model, load_policy
 from rewards import MAX_UNSCORED
+from rollout import Engine
 
 RESAMPLES = 2000
 
@@ -54,11 +67,6 @@ class Score:
         return np.array(scores)
 
 
-def mean_score(values: Sequence[float]) -> Score:
-    """Return the plain mean of `values` as a score."""
-    return _by_category([values], [""] * len(values), 1.0)
-
-
 def _by_category(columns: Sequence[Sequence[float]], categories: Sequence[Hashable], weight: float) -> Score:
     """Return the sum of the means of every column within every category, times `weight`."""
     masks = [np.array([float(c == name) for c in categories]) for name in sorted(set(categories), key=str)]
@@ -78,10 +86,8 @@ def score_of(name: str | None, rows: list[dict]) -> Score:
         both = [mean([a and b for a, b in zip(*(row["exact"] for row in pair))]) for pair in images.values()]
         return _by_category([correct, both], [category for category, _ in images], 100.0)
     accuracies = [mean(row["exact"]) for row in rows]
-    if name == "mmstar":
-        categories = [(row["category"], row["l2_category"]) for row in rows]
-        return _by_category([accuracies], categories, 1 / len(set(categories)))
-    return mean_score(accuracies)
+    categories = [(row["category"], row["l2_category"]) if name == "mmstar" else "" for row in rows]
+    return _by_category([accuracies], categories, 1 / len(set(categories)))
 
 
 def interval(scores: np.ndarray) -> tuple[float, float]:
@@ -92,10 +98,35 @@ def interval(scores: np.ndarray) -> tuple[float, float]:
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95% interval of the mean of `values`."""
-    return interval(mean_score(values).bootstrap())
+    return interval(_by_category([values], [""] * len(values), 1.0).bootstrap())
 
 
-# --- summaries --------------------------------------------------------------------------------------------------------
+# --- a benchmark ------------------------------------------------------------------------------------------------------
+
+
+class BenchmarkJudge(Judge):
+    """Reads, judges and summarises the rows of `--benchmark`."""
+
+    def __init__(self, cfg: Any):
+        self.cfg, self.name, self.prompt_task = cfg, cfg.benchmark, "math"
+        benchmark = find_entry("benchmark", self.name, table.BENCHMARKS, table.Benchmark)
+        if benchmark.judge in (table.judge_math, table.judge_mathverse):
+            check_math()
+        self.server = make_verifier(cfg, cfg.judge_cache) if benchmark.server_role else None
+
+    def load(self, processor: Processor) -> list[Sample]:
+        return table.load_benchmark(self.name, self.cfg, processor, self.cfg.limit)
+
+    def saved_sample(self, source: str, row: dict, output: dict) -> Sample:
+        for name in ("answers", "measures", "gold", "source", "prompt"):
+            row.pop(name, None)  # added by an earlier evaluation
+        return table.to_sample(self.name, source, row)
+
+    def __call__(self, samples: list[Sample], outputs: list[dict]) -> tuple[dict, list[dict]]:
+        if self.name == "mme":
+            table.check_pairs(samples)
+        predictions = table.judge_benchmark(self.name, samples, outputs, self.server)
+        return summarise_benchmark(self.name, predictions, self.server.model if self.server else None), predictions
 
 
 def summarise_benchmark(name: str, rows: list[dict], server: str | None = None) -> dict:
@@ -103,10 +134,8 @@ def summarise_benchmark(name: str, rows: list[dict], server: str | None = None) 
 
     `server` is the name of the model that judged the responses, or None if rules did.
     """
-    role = BENCHMARKS[name].server_role
-    scoring = RULE_SCORED if role else "rule"
-    if server:
-        scoring = f"{role} {server}"
+    role = table.BENCHMARKS[name].server_role
+    scoring = f"{role} {server}" if server else RULE_SCORED if role else "rule"
     measures = [measures for row in rows for measures in row["measures"]]
     no_reply = mean([each.get("no_verdict", 0.0) for each in measures])
     if no_reply > MAX_UNSCORED:
@@ -118,8 +147,8 @@ def summarise_benchmark(name: str, rows: list[dict], server: str | None = None) 
     scores: dict[str, Any] = {"benchmark": name, "scoring": scoring}
     score = score_of(name, rows)
     least_k = 2 if score.values.shape[1] == 1 else 1
-    exact_by_row = [row["exact"] for row in rows]
-    scores |= shared_scores("score", score.total(), interval(score.bootstrap()), exact_by_row, rows, least_k)
+    total = {"score": score.total(), "score_95": interval(score.bootstrap())}
+    scores |= shared_scores(total, [row["exact"] for row in rows], rows, least_k)
     scores["no_answer"] = mean([answer is None for row in rows for answer in row["answers"]])
     for measure in ("open_recall", "open_f1"):
         if values := [each[measure] for each in measures if measure in each]:
@@ -130,12 +159,12 @@ def summarise_benchmark(name: str, rows: list[dict], server: str | None = None) 
 def _subset_scores(name: str, rows: list[dict]) -> dict[str, dict[str, dict[str, float]]]:
     """Return the score of each subset, such as a level or a category: {column: {value: {n, score}}}."""
     scores: dict[str, dict[str, dict[str, float]]] = {}
-    for column in BENCHMARKS[name].subset_columns:
-        subsets = group_by(rows, [subset_value(name, row, column) for row in rows])
+    for column in table.BENCHMARKS[name].subset_columns:
+        subsets = group_by(rows, [table.subset_value(name, row, column) for row in rows])
         for value in sorted(subsets.keys() - {None}):
             subset = {"n": len(subsets[value]), "score": score_of(name, subsets[value]).total()}
             scores.setdefault(column, {})[value] = subset
-    kinds = {"perception": PERCEPTION, "cognition": COGNITION} if name == "mme" else {}
+    kinds = {"perception": table.PERCEPTION, "cognition": table.COGNITION} if name == "mme" else {}
     for kind, members in kinds.items():
         if present := [scores["category"][category] for category in members if category in scores["category"]]:
             total = {key: sum(each[key] for each in present) for key in ("n", "score")}
@@ -146,6 +175,69 @@ def _subset_scores(name: str, rows: list[dict]) -> dict[str, dict[str, dict[str,
 # --- two models -------------------------------------------------------------------------------------------------------
 
 
+class Baseline:
+    """What `--baseline` names: an earlier evaluation, or a model. `cfg` is that of evaluate.py."""
+
+    def __init__(self, cfg: Any, judge: Judge):
+        self.cfg, self.folder, self.is_saved = cfg, pathlib.Path(cfg.output), cfg.baseline_is_saved
+        if self.is_saved:
+            self.samples, self.outputs = read_predictions(f"{cfg.baseline}/predictions.jsonl", judge)
+        else:
+            self.policy = load_baseline(cfg)
+
+    def sample(self, engine: Engine, processor: Processor, samples: list[Sample], settings: dict) -> None:
+        """Sample responses, unless they are saved, with the sampler of the other model; `settings`: `resume_key`."""
+        if not self.is_saved:
+            engine.sync_weights(self.policy)
+            progress = open_progress(self.folder / "baseline", settings)
+            self.samples, self.outputs = samples, sample_rows(engine, processor, samples, self.cfg, progress)
+
+    def compare(self, scores: dict, judged: list[dict], predictions: list[dict]) -> dict:
+        """Write the baseline's `scores` and `judged` predictions; return what scores.json tells of the comparison.
+
+        Raises UserError when it has no row in common with the `predictions` of the other model.
+        """
+        pairs = pair_predictions(self.cfg.benchmark, judged, predictions)
+        self.pairs = [pair for pair in pairs if all(None not in row.get("rewards", []) for row in pair)]
+        if not self.pairs:
+            raise UserError(f"--baseline {self.cfg.baseline}: it has no row in common with this evaluation")
+        scores = {"model": self.cfg.baseline} | scores
+        write_predictions(self.folder / "baseline", scores, judged)
+        return {"baseline": scores, "paired": score_difference(self.cfg.benchmark, self.pairs)}
+
+    def report(self, scores: dict, paired: dict, samples: list[Sample]) -> None:
+        """Write completions.html and print the difference; `scores` and `samples` are those of the other model."""
+        low, high = paired["difference_95"]
+        print(f"difference {paired['difference']:+.3f} ({low:+.3f} to {high:+.3f}) on {paired['rows']} rows of both")
+        print(write_differences(self.folder, scores, self.pairs, {sample.source: sample for sample in samples}))
+
+
+def load_baseline(cfg: Any) -> Policy:
+    """Load the model or adapter to compare with.
+
+    One sampler serves both, so the parameters must have equal shapes.
+    """
+    is_adapter = (pathlib.Path(cfg.baseline) / "adapter_config.json").is_file()
+    flags = PolicyFlags(adapter=cfg.baseline if is_adapter else None)
+    try:
+        policy = load_policy(cfg.model if is_adapter else cfg.baseline, flags, torch.device("cpu"))
+    except (UserError, OSError) as error:
+        reason = str(error).splitlines()[0][:160]
+        raise UserError(
+            f"--baseline {cfg.baseline!r} is neither a model nor the folder of an evaluation ({reason})"
+        ) from None
+    if is_adapter:
+        return policy
+    own = {name: parameter.shape for name, parameter in empty_model(cfg.model).named_parameters()}
+    other = {name: parameter.shape for name, parameter in policy.model.named_parameters()}
+    if differing := sorted(name for name, _ in own.items() ^ other.items()):
+        raise UserError(
+            f"--baseline {cfg.baseline}: its {differing[0]} has a different shape in {cfg.model}, or only one has it; "
+            "score the baseline in a separate run and give --baseline the output folder of that run"
+        )
+    return policy
+
+
 def pair_predictions(name: str | None, before: list[dict], after: list[dict]) -> list[tuple[dict, dict]]:
     """Pair the predictions of two models for the same row.
 
@@ -153,7 +245,7 @@ def pair_predictions(name: str | None, before: list[dict], after: list[dict]) ->
     Duplicate rows are paired in order, or left out when their number differs between the two models. A question of MME
     is left out if the other question about its image has no pair.
     """
-    columns = [*(BENCHMARKS[name].columns if name else ("prompt", "answer"))]
+    columns = [*(table.BENCHMARKS[name].columns if name else ("prompt", "answer"))]
     columns = [column for column in columns if column != "precision"]
     if all("image_digest" in row for row in [*before, *after]):
         columns.append("image_digest")

@@ -19,13 +19,12 @@ from dataclasses import field
 from typing import Any
 
 from common import console, distributed
-from common.errors import UserError, dataclass, find_entry
+from common.errors import UserError, dataclass
 from common.records import Sample, Turn
-from config import DataFlags, VerifierFlags
+from config import DataFlags
 from data import Processor, validate_rows
 from grading import answers
-from grading.math_workers import check_math
-from grading.verifier import CONCURRENCY, Verifier, make_verifier
+from grading.verifier import CONCURRENCY, Verifier
 from inputs.images import allow_megapixels
 from inputs.rows import Locate, Problem, RowError, drop_images, place_images, raw_rows, resolve_image
 from rewards import find_answer, vqa_reward
@@ -292,16 +291,9 @@ def load_benchmark(name: str, flags: DataFlags, processor: Processor, limit: int
     hub = BENCHMARKS[name].hub
     allow_megapixels(flags.max_megapixels)
     data, usual_split = flags.data or hub, hub.rpartition("@")[2]
-    samples = validate_rows(
-        [_row(name, *row) for row in raw_rows(data, flags.image_dir, usual_split)],
-        data,
-        task=None,
-        processor=processor,
-        max_prompt_length=flags.max_prompt_length,
-        skip_bad_rows=flags.skip_bad_rows,
-        keep_duplicates=True,
-    )
-    samples = samples[: limit or None]
+    rows = [_row(name, *row) for row in raw_rows(data, flags.image_dir, usual_split)]
+    length, skip_bad_rows = flags.max_prompt_length, flags.skip_bad_rows
+    samples = validate_rows(rows, data, None, processor, length, skip_bad_rows, keep_duplicates=True)[: limit or None]
     if name == "mme":
         check_pairs(samples)
     return samples
@@ -372,14 +364,6 @@ def subset_value(name: str, row: Row, column: str) -> str | None:
 
 
 # --- judging ----------------------------------------------------------------------------------------------------------
-
-
-def start_judge(name: str, flags: VerifierFlags, cache: str) -> Verifier | None:
-    """Check that benchmark `name` can be scored here, and return its server, if it has one, with the file `cache`."""
-    benchmark = find_entry("benchmark", name, BENCHMARKS, Benchmark)
-    if benchmark.judge in (judge_math, judge_mathverse):
-        check_math()
-    return make_verifier(flags, cache) if benchmark.server_role else None
 
 
 def judge_benchmark(
