@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.errors import UserError
-from common.plugins import find_entry
+from common.errors import UserError, find_entry
 from common.records import Sample
 from config import PolicyFlags
 from data import Processor
