@@ -27,7 +27,7 @@ import merge_lora
 import rewards
 import rollout
 from common.errors import RunStopped, UserError
-from common.files import read_jsonl
+from common.files import git_commit, read_jsonl
 from config import Config
 from policy import export
 from policy.optimizer import ShardAdamW
@@ -86,7 +86,7 @@ def test_a_run_leaves_what_the_documents_say(run):
             assert f"`{name}`" in glossary, f"docs/metrics.md does not explain {name}"
     settings = json.loads((run / "config.json").read_text())
     assert settings["beta"] == 0.01
-    assert settings["git_commit"]
+    assert settings["git_commit"] == git_commit()
     assert not list(run.glob("**/*.partial"))
 
 
