@@ -40,6 +40,8 @@ WARNINGS = {
 
 def problems(history: list[dict[str, Any]], example: str = "see completions.html") -> dict[str, str]:
     """Return those of `WARNINGS` that hold after `history`, the rows of metrics.jsonl; `example` is a completion."""
+    if len(history) < RECENT:
+        return {}
     steps = [row for row in history if row.get("reward") is not None]
     first, recent, later = steps[:FIRST], steps[-RECENT:], steps[FIRST:]
 

@@ -152,6 +152,7 @@ def test_cut_off_completions_of_an_unknown_format_are_not_taken_for_fine(rows):
     ],
 )
 def test_a_held_out_score_that_halves_is_told_in_every_kind_of_run(rows):
+    rows.insert(1, {"step": 1})
     assert list(problems(rows)) == ["held-out"] and not problems(rows[:1])
 
 
