@@ -101,12 +101,16 @@ def test_a_plugin_that_has_changed_is_named_and_one_that_is_missing_is_refused(
     assert f"note: the plugin {again} has changed since it was recorded in {run}/config.json\n" in done.stderr
 
 
-def test_evaluations_know_the_task_of_a_plugin(trained, mine, tmp_path):
+@needs("parts/benchmarks")
+def test_the_comparison_of_a_run_with_its_base_knows_the_task_of_a_plugin(trained, mine):
     done = subprocess.run(["./run.sh", "eval", trained, "--limit", "2"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert f"--plugin={mine}" in done.stdout and "--max_completion_length=12" in done.stdout
     assert "lmms-eval --model" in done.stdout
     assert json.loads((trained / "eval" / "scores.json").read_text())["task"] == "first_digit"
+
+
+def test_an_evaluation_knows_the_task_of_a_plugin(mine, tmp_path):
     rows = [{"prompt": "7 + 4?", "answer": "11", "response": text} for text in ("12", "21")]
     (tmp_path / "saved.jsonl").write_text("\n".join(map(json.dumps, rows)))
     flags = {"task": "first_digit", "predictions": tmp_path / "saved.jsonl", "output": tmp_path / "eval"}
