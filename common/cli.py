@@ -131,7 +131,10 @@ def launch(name: str, config: type | None = None, add_defaults: Callable[[list[s
         except (AssertionError, AttributeError, NameError, TypeError) as error:  # because of Flags
             raise plugins.mistake(modules[-1].__file__, error) if modules else error from None
         args.plugin = tuple(module.__file__ for module in modules)
-        importlib.import_module(name).main(args)
+        try:
+            importlib.import_module(name).main(args)
+        except SystemExit as error:  # it would end a run that has no model with status 0
+            raise RuntimeError("a function of a plugin or a reward has called exit()") from error
 
     run(start, sys.argv[1:])
     sys.exit(0)  # with None, torchrun --run_path would wait

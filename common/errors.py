@@ -67,7 +67,7 @@ class WorkerLost(CallLost):
 def find_entry(flag: str, name: str, table: dict[str, Any], kind: Any) -> Any:
     """Return the entry `name` of `table`, a `kind`, which `--flag` chooses. Raises UserError if there is none."""
     if name not in table:
-        known = f"choose one of {', '.join(table)}, or " if table else ""
+        known = f"choose one of {', '.join(map(str, table))}, or " if table else ""
         raise UserError(f"--{flag} {name}: {known}add one with --plugin FILE")
     if not isinstance(table[name], kind):
         raise UserError(f"--{flag} {name}: its entry is a {type(table[name]).__name__}; expected {kind.__name__}")
@@ -79,7 +79,7 @@ def check_returned(where: str, returned: Any, *expected: Any) -> Any:
 
     Raises UserError if a shape or a kind of number differs, or if only one has a gradient.
     """
-    tensors = returned if isinstance(returned, tuple) else (returned,)
+    tensors = returned if isinstance(returned, tuple) and len(expected) > 1 else (returned,)
     got, want = (" and ".join(map(_form, each)) for each in (tensors, expected))
     if got != want:
         raise UserError(f"{where}: it returned {got}; expected {want}")

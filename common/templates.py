@@ -102,6 +102,10 @@ def answer_end(tokenizer: Any) -> tuple[str, str]:
     """
     mark, control = "the answer", control_tokens(tokenizer)
     chat = [Turn("user", ["question"]), Turn("assistant", [mark])]
+    try:
+        write_chat(chat, tokenizer, {}, is_answered=True)
+    except ValueError:
+        chat.insert(0, Turn("system", ["system"]))  # the template may need one
     for turns in (chat, [*chat, Turn("user", ["question"])]):
         after = write_chat(turns, tokenizer, {}, is_answered=True).rpartition(mark)[2]
         if ends := [(after.index(token), -len(token), token) for token in control if token in after]:

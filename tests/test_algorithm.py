@@ -428,7 +428,8 @@ def rewards_of_groups() -> GroupRewards:
         (lambda total: total.requires_grad_(), "float (2, 4) with a gradient"),
         (lambda total: total.tolist(), "a list"),
         (lambda total: total.numpy(), "a ndarray"),
-        (lambda total: (total, total), "float (2, 4) and float (2, 4)"),
+        (lambda total: (total, total), "a tuple"),
+        (lambda total: (total,), "a tuple"),
         (lambda total: None, "a NoneType"),
     ],
 )

@@ -331,3 +331,17 @@ def test_the_refusal_of_an_evaluation_is_one_line(tmp_path):
 
 def _start(folder: pathlib.Path, files: list[str]) -> subprocess.CompletedProcess:
     return run_script("grpo.py", *(f"--plugin={file}" for file in files), "--data=x", f"--output={folder}/run")
+
+
+def test_a_function_that_exits_does_not_end_a_run_as_if_it_had_finished(tiny_model, shapes, tmp_path):
+    (tmp_path / "mine.py").write_text("import grpo\n\n\ngrpo.ADVANTAGES['leave'] = lambda *_: exit(0)\n")
+    flags = [
+        f"--model={tiny_model}",
+        f"--data={shapes}",
+        "--task=count",
+        f"--output={tmp_path}/run",
+        "--prompts_per_step=2",
+    ]
+    flags += ["--num_generations=2", "--max_completion_length=4", "--max_steps=1"]
+    done = run_script("grpo.py", *flags, f"--plugin={tmp_path}/mine.py", "--advantage=leave")
+    assert done.returncode == 1 and "mine.py" in done.stderr and "has called exit()" in done.stderr

@@ -698,7 +698,7 @@ def test_broken_model_folders_are_named(tiny_model, shapes, tmp_path):
     (copy("b") / "preprocessor_config.json").unlink()
     content = (copy("c") / "model.safetensors").read_bytes()
     (tmp_path / "c" / "model.safetensors").write_bytes(content[:1000])
-    for name, part in (("a", "config.json"), ("b", "image processor"), ("c", "weights")):
+    for name, part in (("a", "config.json"), ("b", "image processor"), ("c", "config.json and weights")):
         with pytest.raises(UserError, match=rf"cannot load a model from '.*/{name}' \({part}: .*\): give a complete"):
             grpo.main(config(str(tmp_path / name), shapes, tmp_path / "out", max_steps=1))
 

@@ -18,6 +18,7 @@ from common.distributed import local_tensor
 from common.errors import UserError
 from common.files import read_jsonl
 from common.records import Sampling
+from common.templates import answer_end
 from data import encode_prompt, encode_response, load_processor, load_samples
 from policy.batches import micro_batches
 from policy.model import load_config, load_model, stop_tokens
@@ -212,6 +213,10 @@ def test_where_the_next_role_ends_a_turn_answers_end_with_it(tmp_path):
     ids = encode_response(make_sample("How many?", "3", [], "row 1"), "3", processor)
     assert processor.tokenizer.decode(ids) == "3<|user|>"
     assert ids[-1] in stop_tokens(None, load_config(folder), processor.tokenizer)
+    processor.tokenizer.chat_template = (
+        "{% if messages[0].role != 'system' %}{{ raise_exception('x') }}{% endif %}" + NEXT_ROLE
+    )
+    assert answer_end(processor.tokenizer) == ("", "<|user|>")
     processor.tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     with pytest.raises(ValueError, match="ends an answer with no control token"):
         encode_response(make_sample("How many?", "3", [], "row 1"), "3", processor)

@@ -534,7 +534,7 @@ def test_families_without_a_test_of_turns_are_refused(family, tmp_path):
 
 def test_prompts_in_flight_do_not_go_on_with_an_environment():
     with pytest.raises(UserError, match=r"^--resume: the checkpoint's prompts in flight need no --env, until a run"):
-        check_in_flight(Config(data="rows", env="over"), {})
+        check_in_flight(Config(data="rows", env="over"), {"max_staleness": 2})
 
 
 def test_a_run_resumes_with_its_own_environment(run, talker, shapes, tmp_path):

@@ -297,10 +297,16 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
-    """Return `state.json`. Raises UserError if it lacks what a checkpoint of this version has."""
-    state = json.loads((folder / "state.json").read_text())
+    """Return `state.json`. Raises UserError if it has another form than a checkpoint of this version."""
     settings = {field.name for field in fields(PolicyFlags)}
-    if not (state.keys() >= PROGRESS and state["config"].keys() >= settings):
+    try:
+        state = json.loads((folder / "state.json").read_text())
+        parts = [state[name] for name in ("config", "collector", "updater")]
+        is_one = state.keys() >= PROGRESS and state["config"].keys() >= settings
+        is_one &= all(isinstance(part, dict) for part in parts) and type(state["step"]) is int and state["step"] >= 0
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        is_one = False
+    if not is_one:
         raise UserError(f"{folder} is of another version: use that version, or choose a new --output without --resume")
     return state
 

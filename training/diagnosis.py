@@ -18,6 +18,8 @@ NEARLY_ALL = 0.95  # of the held-out rows; above, no higher exact match can be e
 WARNINGS = {
     "signal": "no group's rewards have differed for {recent} steps, so nothing is learned. Likely causes: the "
     "format is wrong, completions are cut off, or all rows are too hard or too easy. The first completion: {example}",
+    "empty": "no update has changed the weights for {recent} steps, as the gradient is 0: does the loss or the "
+    "advantage that a plugin adds depend on the policy and the rewards?",
     "format": "no completion has the format that the task asks for: start from a model that follows instructions, show "
     "the format in --template, or give it a --reward; if it was there before, lower --learning_rate",
     "cut off": "most completions are cut off: raise --max_completion_length (with --env, also --max_turns or "
@@ -66,6 +68,7 @@ def problems(history: list[dict[str, Any]], example: str = "see completions.html
     unknown = recent and recent[-1].get("completions/format_rate") is None and (no_signal or not always_cut_off)
     holds = {
         "signal": no_signal and "teacher_kl" not in recent[-1],
+        "empty": always("grad_norm", 0, 0) and not no_signal,
         "format": always("completions/format_rate", 0, 0),
         "cut off": always("completions/clipped_ratio", MOST, 1)
         and (unknown or always("completions/format_rate", 0, MOST)),

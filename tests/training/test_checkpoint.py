@@ -386,6 +386,24 @@ def test_a_checkpoint_of_another_version_is_refused(lacks, tmp_path):
         checkpoint.read_state(tmp_path, {})
 
 
+@pytest.mark.parametrize(
+    "change", ["[]", "null", '"text"', "{", {"step": None}, {"step": 2.0}, {"step": -5}, {"updater": []}]
+)
+def test_a_state_of_another_shape_is_refused_before_anything_is_deleted(tiny_model, shapes, tmp_path, change):
+    """Guards against a run that replaces its output since the step of its checkpoint is null."""
+    flags = dict(output=tmp_path / "run", save_every=1, max_steps=1)
+    grpo.main(config(tiny_model, shapes, **flags))
+    path = tmp_path / "run" / "checkpoint-1" / "state.json"
+    text = change if isinstance(change, str) else json.dumps(json.loads(path.read_text()) | change)
+    manifest = json.loads((path.parent / "manifest.json").read_text())
+    manifest["files"]["state.json"]["size"] = len(text)
+    (path.parent / "manifest.json").write_text(json.dumps(manifest))
+    path.write_text(text)
+    with pytest.raises(UserError, match="checkpoint-1 is of another version: use that version"):
+        grpo.main(config(tiny_model, shapes, **flags | {"max_steps": 2}, resume="newest"))
+    assert path.read_text() == text and (tmp_path / "run" / "metrics.jsonl").is_file()
+
+
 def test_global_generators_continue_where_a_checkpoint_left_them():
     def draw():
         return random.random(), np.random.rand(), torch.rand(1).item()

@@ -58,6 +58,7 @@ APPEARS = {
     "failed calls": history(*lasting(RECENT, turns__with_call=1.0, turns__calls_failed=1.0)),
     "reward": history(*lasting(FALLEN, reward=0.19), steps=FIRST),
     "held-out": history({"eval/exact_match": 0.25}, {"eval/exact_match": 0.5}, {"eval/exact_match": 0.25}),
+    "empty": history(*lasting(RECENT, grad_norm=0.0)),
     "memory": history(*lasting(RECENT, memory_flushes=4)),
     "exact match": history(*rising({0: 0.5, 4: 0.5, 9: 0.4})),
 }
@@ -104,6 +105,7 @@ DOES_NOT = {
         [{"step": 0, "eval/loss": 0.5}, {"step": 9, "loss": 0.1, "eval/loss": 0.9}],
         [{"step": 0, "eval/loss": 1e-3}, {"step": 9, "loss": 0.1, "eval/loss": 9e-3}],
     ],
+    "empty": [history(*lasting(RECENT - 1, grad_norm=0.0), steps=RECENT)],
     "memory": [history({"memory_flushes": 9}, {}, {"memory_flushes": 9}, {"memory_flushes": 9})],
     "exact match": [
         history(*rising({0: 0.5, 4: 0.5, 9: 0.6})),
