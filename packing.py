@@ -208,11 +208,6 @@ def _token_values(groups: Sequence[Group], lengths: list[int]) -> TokenValues:
     )
 
 
-def pack_groups(groups: Sequence[Group], budget: int) -> list[PackedBatch]:
-    """Cut `groups` into micro-batches of at most `budget` tokens (see `split_groups`), and pack each micro-batch."""
-    return [pack(part) for part in split_groups(groups, budget)]
-
-
 def split_groups(groups: Sequence[Group], budget: int) -> list[list[Group]]:
     """Cut `groups`, in order, into micro-batches of at most `budget` tokens.
 

@@ -103,7 +103,7 @@ def _in_one_line(error: BaseException) -> tuple[str, int] | None:
             return str(error), error.status
         case UserError():
             return f"error: {error}", 2
-        case ModuleNotFoundError() if (error.name or "").split(".")[0] == "parts":
+        case ImportError() if (error.name or "").split(".")[0] == "parts" and not error.path:
             missing = error.name.replace(".", "/")
             return f"error: this needs {missing}, which is not here: restore it, or leave out what asks for it", 2
         case OSError() if error.errno in BAD_PATH:

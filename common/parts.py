@@ -7,5 +7,6 @@ from types import ModuleType
 
 def extra(name: str) -> ModuleType | None:
     """Return the module `name` of parts/, or None if it is not here."""
-    is_here = importlib.util.find_spec("parts") and importlib.util.find_spec(f"parts.{name}")
+    spec = importlib.util.find_spec("parts") and importlib.util.find_spec(f"parts.{name}")
+    is_here = spec and spec.origin  # a deleted folder whose __pycache__ is left has none
     return importlib.import_module(f"parts.{name}") if is_here else None

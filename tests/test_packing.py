@@ -15,7 +15,7 @@ import torch.nn.attention.varlen
 import packing
 from common.records import Group
 from common.row_copies import RowCopies, copy_rows
-from packing import pack, pack_groups
+from packing import pack, split_groups
 from policy import forward
 from policy.families import language_model, vision_blocks
 from policy.forward import enable_packed_forward, image_features, token_logprobs
@@ -199,7 +199,7 @@ def test_micro_batches_hold_every_completion_once_within_the_budget(budget):
     groups = groups_for(model, "qwen2_5_vl", "text and images in one pack") + episodes_for(model, "qwen2_5_vl")
     whole = pack(groups)
     logp, _ = token_logprobs(model, whole)
-    batches = pack_groups(groups, budget)
+    batches = [pack(part) for part in split_groups(groups, budget)]
     assert [length for batch in batches for length in batch.lengths] == whole.lengths
     for batch in batches:
         assert batch.input_ids.shape[1] <= budget or len(batch.lengths) == 1

@@ -140,6 +140,17 @@ def test_no_part_imports_another(part):
             assert not others, f"{path.relative_to(ROOT)} imports the part {others}"
 
 
+def test_what_a_deleted_part_leaves_in_its_folder_is_no_part(tmp_path):
+    copy = copy_without(tmp_path / "copy", "parts/pages")
+    (copy / "parts" / "pages" / "__pycache__").mkdir(parents=True)
+    code = (
+        "from common import cli, parts; print(parts.extra('pages'))\ndef main(_):\n    from parts.pages import Pages\n"
+    )
+    command = [sys.executable, "-c", f"{code}cli.run(main, None)"]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "None\n") and "needs parts/pages, which is not here" in done.stderr
+
+
 def test_a_missing_part_is_named_in_one_line(tmp_path):
     """What is missing within a part that is here, such as a package, is a traceback."""
     lines = "from common import cli\n\n\ndef main(_):\n    from {} import x\n\n\ncli.run(main, None)\n"

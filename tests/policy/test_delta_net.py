@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from common.errors import UserError
-from packing import Sequences, pack, pack_groups
+from packing import Sequences, pack, split_groups
 from policy import delta_net
 from policy.delta_net import causal_conv, check_kernels, gated_delta_rule
 from policy.families import language_model
@@ -104,7 +104,7 @@ def test_packed_logprobs_and_gradients_equal_the_model_of_transformers(budget):
     enable_packed_forward(packed)
     g = torch.Generator().manual_seed(1)
     groups = [make_group(plain, "qwen3_5", text, grids, lengths, g) for text, grids, lengths in GROUPS]
-    batches = pack_groups(groups, budget)
+    batches = [pack(part) for part in split_groups(groups, budget)]
     prompts = sum(len(batch.segments.q_lens) - len(batch.lengths) for batch in batches)
     assert prompts == len(GROUPS) if len(batches) == 1 else prompts > len(GROUPS)
     want = torch.cat([plain_logprobs(plain, group, c.ids) for group in groups for c in group.completions])
