@@ -141,6 +141,7 @@ def execute(source: str, namespace: dict) -> list[dict]:
 def make(settings: str = SETTINGS) -> dict:
     """Return the notebook, run with `settings`, the code of a `Settings`."""
     plt.switch_backend("Agg")
+    plt.close("all")  # a cell's output has all figures
     namespace, made, runs = {"__name__": "__main__"}, [], 0
     for i, (kind, source) in enumerate(cells(settings)):
         cell = {"cell_type": kind, "id": f"cell-{i}", "metadata": {}, "source": source.splitlines(keepends=True)}

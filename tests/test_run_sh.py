@@ -21,6 +21,7 @@ import grpo
 from common.errors import UserError
 from common.files import read_jsonl
 from evaluation.run_flags import run_flags
+from tests.helpers.marks import slow
 from tests.helpers.scripts import ROOT, free_port
 
 pytest.importorskip("apps", reason="needs apps/, which is not here")
@@ -267,7 +268,7 @@ def skip_without_namespaces() -> None:
         pytest.skip(f"a namespace of processes is not permitted here: {done.stderr.strip()}")
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGTERM to the first process", pytest.param("Ctrl-C", marks=SLOW)])
+@pytest.mark.parametrize("how", ["SIGTERM", *slow("SIGTERM to the first process", "Ctrl-C")])
 def test_a_stopped_recipe_saves_a_checkpoint_and_evaluates_nothing(start, how):
     """The signal reaches the training behind run.sh, which waits for it and ends with its status."""
     before, terminal, stdin, out = [], None, subprocess.DEVNULL, subprocess.PIPE
@@ -303,7 +304,7 @@ def test_ctrl_c_ends_a_command_that_has_nothing_to_save(start):
     assert process.returncode and "apps.demo.smoke" in said and "grpo.py" not in said
 
 
-@pytest.mark.parametrize("before", [[], AS_FIRST], ids=["", "as the first process"])
+@pytest.mark.parametrize("before", [AS_FIRST, *slow([])], ids=["as the first process", ""])
 def test_the_service_ends_with_run_sh(start, before):
     if before:
         skip_without_namespaces()

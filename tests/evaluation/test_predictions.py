@@ -21,6 +21,7 @@ from common.records import Cell, Turn
 from evaluate import Config, read_predictions
 from evaluation.held_out import open_progress
 from evaluation.predictions import Judge
+from tests.helpers.marks import slow
 from tests.helpers.rows import make_sample
 from tests.helpers.scripts import ROOT, run_script
 
@@ -180,7 +181,8 @@ def test_odd_lengths_of_predictions_are_ignored(tmp_path, length):
     assert outputs == [{"responses": ["1"]}]
 
 
-def test_a_task_is_scored_without_the_part_that_compares(tmp_path):
+@pytest.mark.parametrize("flags", [["--benchmark=mme"], *slow(["--task=count", "--baseline=o"])])
+def test_a_task_is_scored_without_the_part_that_compares(tmp_path, flags):
     """Then there is no interval and no picture. What asks for the part ends in one line, before anything is scored."""
     ignored = shutil.ignore_patterns(".*", "runs", "docs", "tests", "lesson", "__pycache__", "benchmarks")
     shutil.copytree(ROOT, tmp_path / "copy", ignore=ignored)
@@ -196,8 +198,7 @@ def test_a_task_is_scored_without_the_part_that_compares(tmp_path):
     scores = json.loads((tmp_path / "o" / "scores.json").read_text())
     assert scores["exact_match"] == 0.5 and not {name for name in scores if name.endswith("_95")}
     assert {path.name for path in (tmp_path / "o").iterdir()} == {"evaluation.lock", "predictions.jsonl", "scores.json"}
-    for flags in (["--task=count", f"--baseline={tmp_path}/o"], ["--benchmark=mme"]):
-        refused = evaluated("refused", *flags)
-        refusal = r"error: this needs parts(/benchmarks)?, which is not here: restore it, or leave out what asks .*\n"
-        assert refused.returncode == 2 and re.fullmatch(refusal, refused.stderr)
-        assert [path.name for path in (tmp_path / "refused").iterdir()] == ["evaluation.lock"]
+    refused = evaluated("refused", *flags)
+    refusal = r"error: this needs parts(/benchmarks)?, which is not here: restore it, or leave out what asks .*\n"
+    assert refused.returncode == 2 and re.fullmatch(refusal, refused.stderr)
+    assert [path.name for path in (tmp_path / "refused").iterdir()] == ["evaluation.lock"]

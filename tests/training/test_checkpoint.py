@@ -364,6 +364,9 @@ SETTINGS += "train_router lora_rank lora_alpha lora_experts adapter load_in_4bit
 SETTINGS += "loss_type reward"
 
 
+STATE = {"step": 1, "eval_due": False, "collector": {}, "updater": {}, "parts": []}
+
+
 @pytest.mark.parametrize("name", SETTINGS.split())
 def test_settings_that_must_not_change(name, tmp_path):
     """With another order of the rows, for example, the resumed run would train on some of them twice.
@@ -371,7 +374,7 @@ def test_settings_that_must_not_change(name, tmp_path):
     The names are written out here, so that none is lost from the code.
     """
     saved = asdict(grpo.Config(data="rows")) | {name: 1}
-    (tmp_path / "state.json").write_text(json.dumps(dict.fromkeys(checkpoint.PROGRESS) | {"config": saved}))
+    (tmp_path / "state.json").write_text(json.dumps(STATE | {"config": saved}))
     with pytest.raises(UserError, match=rf"belongs to another run \({name} was 1, is 2\)"):
         checkpoint.read_state(tmp_path, {name: 2})
 
@@ -379,29 +382,27 @@ def test_settings_that_must_not_change(name, tmp_path):
 @pytest.mark.parametrize("lacks", ["parts", "config"])
 def test_a_checkpoint_of_another_version_is_refused(lacks, tmp_path):
     """It lacks a part of what is saved, or a setting."""
-    saved = dict.fromkeys(checkpoint.PROGRESS) | {"config": asdict(grpo.Config(data="rows"))}
+    saved = STATE | {"config": asdict(grpo.Config(data="rows"))}
     del (saved["config"] if lacks == "config" else saved)["adapter" if lacks == "config" else lacks]
     (tmp_path / "state.json").write_text(json.dumps(saved))
     with pytest.raises(UserError, match=r"^.* is of another version: use that version, or choose a new --output .*$"):
         checkpoint.read_state(tmp_path, {})
 
 
-@pytest.mark.parametrize(
-    "change", ["[]", "null", '"text"', "{", {"step": None}, {"step": 2.0}, {"step": -5}, {"updater": []}]
-)
-def test_a_state_of_another_shape_is_refused_before_anything_is_deleted(tiny_model, shapes, tmp_path, change):
+def test_a_state_of_another_shape_is_refused_before_anything_is_deleted(tiny_model, shapes, tmp_path):
     """Guards against a run that replaces its output since the step of its checkpoint is null."""
-    flags = dict(output=tmp_path / "run", save_every=1, max_steps=1)
-    grpo.main(config(tiny_model, shapes, **flags))
+    flags = dict(output=tmp_path / "run", save_every=1)
+    grpo.main(config(tiny_model, shapes, **flags, max_steps=1))
     path = tmp_path / "run" / "checkpoint-1" / "state.json"
-    text = change if isinstance(change, str) else json.dumps(json.loads(path.read_text()) | change)
-    manifest = json.loads((path.parent / "manifest.json").read_text())
-    manifest["files"]["state.json"]["size"] = len(text)
-    (path.parent / "manifest.json").write_text(json.dumps(manifest))
-    path.write_text(text)
-    with pytest.raises(UserError, match="checkpoint-1 is of another version: use that version"):
-        grpo.main(config(tiny_model, shapes, **flags | {"max_steps": 2}, resume="newest"))
-    assert path.read_text() == text and (tmp_path / "run" / "metrics.jsonl").is_file()
+    whole, manifest = json.loads(path.read_text()), json.loads((path.parent / "manifest.json").read_text())
+    for change in ("[]", "null", '"text"', "{", {"step": None}, {"step": 2.0}, {"step": -5}, {"updater": []}):
+        text = change if isinstance(change, str) else json.dumps(whole | change)
+        manifest["files"]["state.json"]["size"] = len(text)
+        (path.parent / "manifest.json").write_text(json.dumps(manifest))
+        path.write_text(text)
+        with pytest.raises(UserError, match="checkpoint-1 is of another version: use that version"):
+            grpo.main(config(tiny_model, shapes, **flags, max_steps=2, resume="newest"))
+        assert path.read_text() == text and (tmp_path / "run" / "metrics.jsonl").is_file()
 
 
 def test_global_generators_continue_where_a_checkpoint_left_them():
