@@ -70,7 +70,7 @@ def resume(run: pathlib.Path, tiny_model: str, shapes: str, *more: str, steps: i
     return run_script("grpo.py", *arguments(**flags, output=run, max_steps=steps), *more, processes=processes)
 
 
-@pytest.mark.parametrize("processes", [*slow(0), 2])
+@pytest.mark.parametrize("processes", [0, *slow(2)])
 def test_a_resumed_run_finds_its_plugins(trained, mine, shapes, tiny_model, tmp_path, processes):
     shutil.copytree(trained, tmp_path / "run")
     done = resume(tmp_path / "run", tiny_model, shapes, "--resume", steps=3, processes=processes)
@@ -80,6 +80,7 @@ def test_a_resumed_run_finds_its_plugins(trained, mine, shapes, tiny_model, tmp_
     assert config["plugin"] == [str(mine)] == list(config["plugin_sha256"])
 
 
+@pytest.mark.slow
 def test_a_plugin_that_has_changed_is_named_and_one_that_is_missing_is_refused(
     trained, mine, shapes, tiny_model, tmp_path
 ):
