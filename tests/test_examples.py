@@ -22,12 +22,13 @@ from packing import pack
 from policy import optimizer as optimizers
 from policy import sharding
 from rollout import ENGINES
-from tests.helpers.marks import slow
+from tests.helpers.marks import needs, slow
 from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL, difference, metrics, tensors, weights
 from tests.helpers.scripts import ROOT, run_script
 from training import prompt_stream
 
+pytestmark = needs("examples")
 TABLES = (grpo.LOSSES, grpo.ADVANTAGES, rewards.TASKS, prompt_stream.ORDERS, optimizers.OPTIMIZERS)
 TABLES += (ENGINES, sharding.AFTER_UPDATE)
 FLAGS = {
