@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from common import distributed, signals
-from common.errors import StepFailed
+from common.errors import StepFailed, UserError
 from common.records import GroupRewards, Prompt, Rewards, Rollout, Sampling, ScoredGroup
 from common.spans import as_tensors, without_penalty
 from config import Config
@@ -171,7 +171,14 @@ class Collector:
         seeds = [prompt_seed(self.cfg.seed, each.position) for each in drawn]
         sampling = Sampling(self.cfg.num_generations, self.cfg.max_completion_length, self.cfg.temperature)
         episodes = generate_options(self.stream.rows(drawn), self.stream.processor, self.add_features)
-        return self.engine.generate(prompts, seeds, sampling, continuation, **episodes)
+        groups = self.engine.generate(prompts, seeds, sampling, continuation, **episodes)
+        longest = max((len(rollout.ids) for group in groups for rollout in group), default=0)
+        if [len(group) for group in groups] != [sampling.n] * len(prompts) or longest > sampling.max_tokens:
+            asked = f"{len(prompts)} groups of {sampling.n} completions, of at most {sampling.max_tokens} tokens"
+            raise UserError(
+                f"the sampler returned groups of {[*map(len, groups)]}, of up to {longest}; expected {asked}"
+            )
+        return groups
 
     def _gather(self, groups: list[ScoredGroup], rows: list[int]) -> list[list[Rewards]]:
         """Gather the rewards of all processes' groups, in prompt order, and record them and the completions' lengths.
