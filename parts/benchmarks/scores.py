@@ -8,21 +8,26 @@ import json
 import pathlib
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from common import console, distributed
 from common.errors import UserError, find_entry
 from common.records import Sample
 from config import PolicyFlags
-from data import Processor
+from data import Processor, validate_rows
 from evaluation.held_out import open_progress, sample_rows
 from evaluation.metrics import group_by, mean, shared_scores
 from evaluation.predictions import RULE_SCORED, Judge, read_predictions, write_predictions
+from grading.answers import answer_part
 from grading.math_workers import check_math
-from grading.verifier import make_verifier
+from grading.verifier import CONCURRENCY, make_verifier
+from inputs.images import allow_megapixels
+from inputs.rows import raw_rows
 from parts.benchmarks import table
 from parts.benchmarks.figures import write_differences
 from policy.model import Policy, empty_model, load_policy
@@ -114,18 +119,55 @@ class BenchmarkJudge(Judge):
         self.server = make_verifier(cfg, cfg.judge_cache) if benchmark.server_role else None
 
     def load(self, processor: Processor) -> list[Sample]:
-        return table.load_benchmark(self.name, self.cfg, processor, self.cfg.limit)
+        """Load the rows, checked like those of training, as samples whose `fields` hold the columns."""
+        cfg, hub = self.cfg, table.BENCHMARKS[self.name].hub
+        allow_megapixels(cfg.max_megapixels)
+        data, length = cfg.data or hub, cfg.max_prompt_length
+        rows = [table.read_row(self.name, *row) for row in raw_rows(data, cfg.image_dir, hub.rpartition("@")[2])]
+        samples = validate_rows(rows, data, None, processor, length, cfg.skip_bad_rows, keep_duplicates=True)
+        return self._checked(samples[: cfg.limit or None])
 
     def saved_sample(self, source: str, row: dict, output: dict) -> Sample:
         for name in ("answers", "measures", "gold", "source", "prompt"):
             row.pop(name, None)  # added by an earlier evaluation
         return table.to_sample(self.name, source, row)
 
-    def __call__(self, samples: list[Sample], outputs: list[dict]) -> tuple[dict, list[dict]]:
+    def _checked(self, samples: list[Sample]) -> list[Sample]:
         if self.name == "mme":
             table.check_pairs(samples)
-        predictions = table.judge_benchmark(self.name, samples, outputs, self.server)
+        return samples
+
+    def __call__(self, samples: list[Sample], outputs: list[dict]) -> tuple[dict, list[dict]]:
+        predictions = self.judge(self._checked(samples), outputs)
         return summarise_benchmark(self.name, predictions, self.server.model if self.server else None), predictions
+
+    def judge(self, samples: list[Sample], outputs: list[dict]) -> list[dict]:
+        """Return the predictions: each row with its output and what was judged of its responses.
+
+        Each process judges a shard of the rows, but the result is the same on every process.
+        """
+        local_rows = distributed.shard([*zip(samples, outputs)])
+        work = [(answer_part(text), sample) for sample, output in local_rows for text in output["responses"]]
+        if self.server:
+            self.server.reset_failures()
+        with ThreadPoolExecutor(CONCURRENCY if self.server else 8) as pool:
+            judged = iter(console.progress(pool.map(self._judge, work), "scoring", total=len(work), unit="response"))
+            local = [[next(judged) for _ in output["responses"]] for _, output in local_rows]
+        predictions = []
+        for sample, output, judgements in zip(samples, outputs, distributed.gather_shards(local)):
+            origin = {"source": sample.source, "prompt": sample.prompt, "gold": sample.answer}
+            verdicts = {"answers": [j.answer for j in judgements], "exact": [j.correct for j in judgements]}
+            verdicts["measures"] = [j.measures for j in judgements]
+            predictions.append(sample.fields | origin | output | verdicts)
+        return predictions
+
+    def _judge(self, work: tuple[str, Sample]) -> table.Judgement:
+        text, sample = work
+        judged = table.BENCHMARKS[self.name].judge(text, sample.answer, sample.fields, self.server)
+        if not isinstance(judged, table.Judgement):
+            kind = type(judged).__name__
+            raise UserError(f"--benchmark {self.name}: its judge returned a {kind}; expected a Judgement")
+        return judged
 
 
 def summarise_benchmark(name: str, rows: list[dict], server: str | None = None) -> dict:

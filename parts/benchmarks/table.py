@@ -1,6 +1,6 @@
 """Named benchmarks: the prompt for a row, how an answer is read from a response, and when the answer is correct.
 
-`BENCHMARKS` at the end of the first half is the table of all benchmarks; docs/evaluation.md explains their scores.
+`BENCHMARKS` is the table of all benchmarks. docs/evaluation.md explains their scores, which scores.py computes.
 
 Before a benchmark reads a response, the response's think block is removed and its answer block is unwrapped. An empty
 or unreadable answer is wrong. Without a server, mathvista and mathverse are scored by rule, and all output says so.
@@ -14,19 +14,14 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field
 from typing import Any
 
-from common import console, distributed
 from common.errors import UserError, dataclass
 from common.records import Sample, Turn
-from config import DataFlags
-from data import Processor, validate_rows
 from grading import answers
-from grading.verifier import CONCURRENCY, Verifier
-from inputs.images import allow_megapixels
-from inputs.rows import Locate, Problem, RowError, drop_images, place_images, raw_rows, resolve_image
+from grading.verifier import Verifier
+from inputs.rows import Locate, Problem, RowError, drop_images, place_images, resolve_image
 from rewards import find_answer, vqa_reward
 
 Row = dict[str, Any]
@@ -283,23 +278,8 @@ BENCHMARKS = {
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def load_benchmark(name: str, flags: DataFlags, processor: Processor, limit: int = 0) -> list[Sample]:
-    """Load the first `limit` rows of a benchmark (0: all) as samples whose `fields` hold the columns.
-
-    The rows are checked like training rows.
-    """
-    hub = BENCHMARKS[name].hub
-    allow_megapixels(flags.max_megapixels)
-    data, usual_split = flags.data or hub, hub.rpartition("@")[2]
-    rows = [_row(name, *row) for row in raw_rows(data, flags.image_dir, usual_split)]
-    length, skip_bad_rows = flags.max_prompt_length, flags.skip_bad_rows
-    samples = validate_rows(rows, data, None, processor, length, skip_bad_rows, keep_duplicates=True)[: limit or None]
-    if name == "mme":
-        check_pairs(samples)
-    return samples
-
-
-def _row(name: str, source: str, row: Row | RowError, locate: Locate) -> Sample | Problem:
+def read_row(name: str, source: str, row: Row | RowError, locate: Locate) -> Sample | Problem:
+    """Return a row of benchmark `name` as a sample, or why it cannot be used."""
     image_column = BENCHMARKS[name].image_column
     try:
         if isinstance(row, RowError):
@@ -361,34 +341,3 @@ def subset_value(name: str, row: Row, column: str) -> str | None:
     if value is None and isinstance(row.get("metadata"), dict):
         value = row["metadata"].get(column)
     return None if value is None or value != value else str(value).strip() or None  # NaN is an empty cell, too
-
-
-# --- judging ----------------------------------------------------------------------------------------------------------
-
-
-def judge_benchmark(
-    name: str, samples: list[Sample], outputs: list[dict], server: Verifier | None = None
-) -> list[dict]:
-    """Return the predictions: each row with its output and the `answers`, `exact` and `measures` of its responses.
-
-    Each process judges a shard of the rows, but the result is the same on every process.
-    """
-    judge = BENCHMARKS[name].judge
-    local_rows = distributed.shard([(sample, output["responses"]) for sample, output in zip(samples, outputs)])
-    work = [(answers.answer_part(text), sample) for sample, responses in local_rows for text in responses]
-    if server:
-        server.reset_failures()
-    with ThreadPoolExecutor(CONCURRENCY if server else 8) as pool:
-        results = pool.map(lambda job: judge(job[0], job[1].answer, job[1].fields, server), work)
-        judged = list(console.progress(results, "scoring", total=len(work), unit="response"))
-    if wrong := [each for each in judged if not isinstance(each, Judgement)]:
-        raise UserError(f"--benchmark {name}: its judge returned a {type(wrong[0]).__name__}; expected a Judgement")
-    left = iter(judged)
-    judgements = distributed.gather_shards([[next(left) for _ in responses] for _, responses in local_rows])
-    predictions = []
-    for sample, output, judged in zip(samples, outputs, judgements):
-        origin = {"source": sample.source, "prompt": sample.prompt, "gold": sample.answer}
-        verdicts = {"answers": [j.answer for j in judged], "exact": [j.correct for j in judged]}
-        verdicts["measures"] = [j.measures for j in judged]
-        predictions.append(sample.fields | origin | output | verdicts)
-    return predictions

@@ -43,8 +43,6 @@ from parts.benchmarks.table import (
     choices_of,
     gpqa_choices,
     gpqa_gold,
-    judge_benchmark,
-    load_benchmark,
     normalise_mathvista,
     to_sample,
 )
@@ -62,7 +60,9 @@ def judged(name: str, rows: list[dict], server=None) -> list[dict]:
     benchmark = BENCHMARKS[name]
     outputs = [{"responses": row.pop("responses", None) or [row.pop("response")]} for row in rows]
     samples = [make_sample(benchmark.prompt(r), benchmark.gold(r), [], f"row {i}", r) for i, r in enumerate(rows, 1)]
-    return judge_benchmark(name, samples, outputs, server)
+    judge = BenchmarkJudge(Config(model="m", benchmark=name))
+    judge.server = server
+    return judge.judge(samples, outputs)
 
 
 @pytest.mark.parametrize("returned", [True, 1.0, None, ("a", True)])
@@ -707,7 +707,7 @@ def test_every_benchmark_is_read_from_jsonl_and_parquet(name, tiny_model, tmp_pa
     Image.new("RGB", (40, 30), "red").save(tmp_path / "a.png")
     num_rows = 2 if name == "mme" else 1  # MME needs both questions about an image
     path = write_jsonl(tmp_path / "rows.jsonl", [ROWS[name]] * num_rows)
-    sample, *_ = load_benchmark(name, Config(model="m", benchmark=name, data=path), processor)
+    sample, *_ = BenchmarkJudge(Config(model="m", benchmark=name, data=path)).load(processor)
     row, image_column = dict(ROWS[name]), BENCHMARKS[name].image_column
     if image_column:
         cells = [{"bytes": (tmp_path / "a.png").read_bytes(), "path": None}]
@@ -721,7 +721,7 @@ def test_every_benchmark_is_read_from_jsonl_and_parquet(name, tiny_model, tmp_pa
         columns |= {"choices": [[]], "unit": [""], "precision": [1.0]}
         datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "folder" / "test.parquet")
     flags = Config(model="m", benchmark=name, data=str(tmp_path / "folder"))
-    other, *_ = load_benchmark(name, flags, processor)
+    other, *_ = BenchmarkJudge(flags).load(processor)
     assert other.prompt == sample.prompt
     assert other.answer == sample.answer
     assert len(other.images) == len(sample.images) == bool(image_column)
@@ -736,7 +736,7 @@ def test_a_missing_column_is_named(name, tiny_model, tmp_path):
         row = {key: value for key, value in ROWS[name].items() if key != column}
         path = write_jsonl(tmp_path / "rows.jsonl", [row])
         with pytest.raises(UserError, match=f"no column '{column}', which --benchmark {name} needs"):
-            load_benchmark(name, Config(model="m", benchmark=name, data=path), processor)
+            BenchmarkJudge(Config(model="m", benchmark=name, data=path)).load(processor)
 
 
 # --- with a model -----------------------------------------------------------------------------------------------------
