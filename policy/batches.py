@@ -1,7 +1,8 @@
 """Micro-batches: fill them, build the same number on every process, count their FLOPs, record log-probabilities."""
 
+import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -22,25 +23,25 @@ def order_for_packing(groups: Sequence[Group], budget: int) -> list[Group]:
     """Return `groups` in the order of few micro-batches of at most `budget` tokens, by first-fit decreasing.
 
     The largest comes first, and each goes into the first micro-batch that it fits into. A group that fits into none is
-    cut, and its completions fill what is free in each: else, groups of a little more than half the budget would leave
-    half of every micro-batch empty. A group that opens one did not fit into the one before, so `split_groups` makes the
-    same cuts.
+    cut where more than a quarter is free, and its prompt repeated: else, groups of a little more than half the budget
+    would leave half of every micro-batch empty. A group that opens one did not fit into the one before, so
+    `split_groups` makes the same cuts.
     """
-    batches: list[list[Group]] = []
-    free: list[int] = []
-    pieces = [piece for group in groups for piece in split_group(group, budget)]
-    for piece in sorted(pieces, key=lambda piece: -piece.tokens):
-        left = piece.completions
-        for i in next(([i] for i, tokens in enumerate(free) if piece.tokens <= tokens), range(len(free))):
-            if left and len(piece.prompt.ids) + left[0].tokens <= free[i]:
-                first = split_group(replace(piece, completions=left), free[i])[0]
-                batches[i].append(first)
-                free[i] -= first.tokens
-                left = left[len(first.completions) :]
-        if left:
-            batches.append([replace(piece, completions=left)])
-            free.append(budget - batches[-1][0].tokens)
-    return [piece for batch in batches for piece in batch]
+    batches: dict[int, list[Group]] = defaultdict(list)
+    free: dict[int, int] = defaultdict(lambda: budget)
+    pieces = sorted((part for group in groups for part in split_group(group, budget)), key=lambda part: -part.tokens)
+    while pieces:
+        piece = pieces.pop(0)
+        least = len(piece.prompt.ids) + piece.completions[0].tokens
+        whole = (i for i, tokens in free.items() if piece.tokens <= tokens)
+        cut = (i for i, tokens in free.items() if least <= tokens > budget / 4)
+        i = next(itertools.chain(whole, cut), len(free))
+        first, *rest = split_group(piece, free[i])
+        if rest:
+            pieces.insert(0, replace(piece, completions=[each for group in rest for each in group.completions]))
+        batches[i].append(first)
+        free[i] -= first.tokens
+    return [piece for batch in batches.values() for piece in batch]
 
 
 def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[tuple[PackedBatch, bool]]:

@@ -37,6 +37,13 @@ def test_groups_that_fit_nowhere_are_cut_to_fill_what_is_free():
     assert [[(group.index, group.tokens) for group in part] for part in parts] == cut
 
 
+def test_no_group_is_cut_for_a_little_room():
+    """By hand: one group of 80 leaves 30 of 110 tokens free, more than a quarter, but of 105 only 25."""
+    groups = groups_of([[10] * 7 for _ in range(2)])
+    assert [group.tokens for group in batches.order_for_packing(groups, 110)] == [80, 30, 60]
+    assert [group.tokens for group in batches.order_for_packing(groups, 105)] == [80, 80]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_ordering_for_packing_keeps_every_completion(seed):
     """Also those longer than a micro-batch; no micro-batch could take the first group of the next."""
