@@ -13,8 +13,13 @@ from apps.demo.tiny import byte_tokenizer
 from common import cli
 from common.environments import ENVIRONMENTS, Environment
 from common.errors import UserError, find_entry, require
+from data import prompt_template
+from grpo import resolve_loss
+from policy.base_files import reading
 from policy.memory import GIB, METHODS, GPUs, plan
 from policy.model import empty_policy, read_config
+from rewards import get_task
+from rollout import ENGINES, EngineEntry
 
 MODELS = {size.lower(): f"Qwen/Qwen2.5-VL-{size}-Instruct" for size in ("3B", "7B", "32B")}
 OWN = ("gpus", "memory")  # flags that grpo.py does not have
@@ -48,14 +53,21 @@ def plans(cfg: Config) -> list[tuple[str, Config, dict]]:
     gpus, found = GPUs(cfg.memory * GIB_PER_GB * GIB, cfg.gpus), []
     shared = [n for n in (2, 4, 8) if n > cfg.tensor_parallel and cfg.gpus % n == 0 and cfg.oversample == 1]
     for method, flags in METHODS.items():
-        policy = empty_policy(shape, replace(cfg, **flags))
-        for n in (cfg.tensor_parallel, *shared):
-            changed = replace(cfg, **flags, tensor_parallel=n)
-            estimate = plan(policy, changed, gpus).estimate()
-            if not estimate["problem"]:
-                break
+        try:
+            changed = replace(cfg, **flags)
+        except ValueError as error:  # such as --train_router with an adapter
+            found.append((method, cfg, {"problem": str(error), "sampler": 0.0}))
+            continue
+        with reading(shape.name_or_path, "config.json"):
+            policy = empty_policy(shape, changed)
+            for n in (cfg.tensor_parallel, *shared):
+                changed = replace(cfg, **flags, tensor_parallel=n)
+                planned = plan(policy, changed, gpus)
+                estimate = replace(planned, has_room=planned.has_room and sampler_of(cfg).needs_copy).estimate()
+                if not estimate["problem"]:
+                    break
         found.append((method, changed, estimate))
-    return sorted(found, key=lambda each: (bool(each[2]["problem"]), not each[2]["vLLM"]))
+    return sorted(found, key=lambda each: (bool(each[2]["problem"]), not each[2]["sampler"]))
 
 
 def command(cfg: Config) -> str:
@@ -68,8 +80,18 @@ def command(cfg: Config) -> str:
     return f".venv/bin/{launcher} grpo.py {shlex.join(cli.as_arguments(flags))}"
 
 
+def sampler_of(cfg: Config) -> EngineEntry:
+    """Return the sampler of a run with the flags `cfg` on GPUs that have room for it."""
+    return find_entry("engine", "vllm" if cfg.engine == "auto" else cfg.engine, ENGINES, EngineEntry)
+
+
 def main(cfg: Config) -> None:
-    """Print the plans."""
+    """Print the plans. Raises UserError for what grpo.py refuses, too."""
+    get_task(cfg.task)
+    prompt_template(cfg.task, cfg.template)
+    resolve_loss(replace(cfg))
+    if sampler_of(cfg).uses_trainer and cfg.gpus > 1:
+        raise UserError(f"--engine {cfg.engine} works in one process only: leave it out, or set --gpus 1")
     if cfg.has_adapter or cfg.offload_optimizer:
         raise UserError("leave out --lora_rank, --adapter and --offload_optimizer, which fits tries itself")
     if cfg.env:
@@ -80,7 +102,8 @@ def main(cfg: Config) -> None:
             continue
         sizes = ", ".join(f"{name} {size}" for name, size in row.items() if isinstance(size, float) and size)
         host = f"; {2 * row['gradients'] * cfg.gpus:.0f} in host memory" if flags.offload_optimizer else ""
-        sampler = "" if row["vLLM"] else ", no vLLM: the trainer itself samples, which is several times slower"
+        is_fast = row["sampler"] and sampler_of(cfg).title != "transformers"
+        sampler = "" if is_fast else ", no vLLM: transformers samples, which is several times slower"
         print(f"{method}: fits, with micro-batches of {row['micro-batch tokens']} tokens{sampler}\n")
         print(f"    {command(flags)}\n\n  GiB of each GPU's {cfg.memory * GIB_PER_GB:.1f}: {sizes}{host}\n")
 

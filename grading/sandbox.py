@@ -11,6 +11,7 @@ not import the training script. Workers exit when the process that started them 
 import contextlib
 import ctypes
 import inspect
+import io
 import multiprocessing.connection as connection
 import os
 import pathlib
@@ -30,6 +31,8 @@ from common.plugins import import_file
 BUSY_FACTOR = 60  # on a busy machine, a call that is waiting for a CPU core may take this many times its limit
 ROOT = str(pathlib.Path(__file__).resolve().parent.parent)
 PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent dies
+PLAIN = {"common.errors.CallFailed", "common.errors.CallLost", "PIL.Image.Image", "fractions.Fraction"}  # in a result
+PLAIN |= {"numpy.dtype", "numpy._core.multiarray.scalar"}
 PARAMETERS = f"{pathlib.Path(__file__).resolve()}:parameters"
 
 
@@ -77,7 +80,8 @@ class WorkerPool:
         try:
             pipe.send(message)
             while not pipe.poll(1.0):
-                if process.poll() is not None:  # another process may hold the other end of the pipe open
+                # Another process may hold the other end of the pipe open, and a call may have stopped the worker.
+                if process.poll() is not None or _process_state(process.pid) == "T":
                     raise EOFError
             return pipe.recv()
         except (EOFError, OSError, pickle.UnpicklingError):
@@ -89,10 +93,19 @@ class WorkerPool:
             self.idle.put((process, pipe))
 
 
+class _Unpickler(pickle.Unpickler):
+    """Reads what a call has returned: numbers, texts, pictures, errors and lists of these, and runs no code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" not in PLAIN:
+            raise pickle.UnpicklingError(f"it has a {module}.{name}")
+        return super().find_class(module, name)
+
+
 def _unpickle(answer: bytes) -> Any:
     try:
-        return pickle.loads(answer)
-    except Exception as error:  # noqa: BLE001 - unpickling may raise anything: the class may be the user's own
+        return _Unpickler(io.BytesIO(answer)).load()
+    except Exception as error:  # noqa: BLE001 - unpickling may raise anything
         return CallFailed(f"its result cannot be unpickled ({describe(error)})")
 
 

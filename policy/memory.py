@@ -219,7 +219,7 @@ class Plan:
         try:
             self.check(needs_copy=self.has_room)
             self.check_longest(layers, most)
-            problem = ""
+            problem = "" if tokens <= most else f"--micro_batch_tokens {tokens}: there is room for {max(0, most)}"
         except UserError as error:
             problem = str(error)
         activations = tokens * self.token_bytes[layers] + self.expert_bytes[layers]
@@ -228,7 +228,7 @@ class Plan:
         parts = {name: getattr(self, name) for name in ("weights", "reference", "moments", "gradients")} | {
             "activations": activations,
             "logits and gathered layers": self.logits + self.gathered + whole,
-            "vLLM": sampler,
+            "sampler": sampler,
             "peak": max(update, in_use + self.resting + sampler),
         }
         sizes = {name: round(size / GIB, 1) for name, size in parts.items()}

@@ -1,6 +1,8 @@
 """`./run.sh fits`: the ways to train that fit into GPUs that are not here. Plans are arithmetic; no model is loaded."""
 
 import functools
+import json
+import pathlib
 import re
 import shlex
 import subprocess
@@ -71,7 +73,7 @@ def test_what_does_not_fit_says_why_and_comes_last(capsys):
         ("full", "does not fit"),
         ("full, moments in host memory", "does not fit"),
     ]
-    assert "the trainer itself samples" in printed and "this GPU is too small by" in printed
+    assert "no vLLM: transformers samples" in printed and "this GPU is too small by" in printed
     assert ".venv/bin/python grpo.py --task=vqa --model=Qwen/Qwen2.5-VL-3B-Instruct" in printed
 
 
@@ -87,10 +89,39 @@ def test_nonsense_is_refused(flags):
         fits.Config(**flags)
 
 
-@pytest.mark.parametrize("flags", [{"lora_rank": 8}, {"offload_optimizer": True}, {"model": "no/such"}])
+NAMES = [{name: "none"} for name in ("task", "loss_type", "engine", "template")]
+NAMES += [{"advantage": "most"}, {"dual_clip": 1.1}]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"lora_rank": 8}, {"offload_optimizer": True}, {"model": "no/such"}, {"engine": "policy", "gpus": 2}, *NAMES],
+)
 def test_a_mistake_is_one_line(flags):
-    with pytest.raises(UserError, match=r"leave out|no model at"):
+    with pytest.raises(UserError, match=r"leave .*out|no model at|choose one of|cannot read 'none'|above"):
         fits.main(fits.Config(**flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"micro_batch_tokens": 10**8}, "full: does not fit: --micro_batch_tokens 100000000: there is room for "),
+        ({"engine": "hf"}, "full: fits, with micro-batches of 10240 tokens, no vLLM: "),
+        ({"train_router": True}, "LoRA: does not fit: train_router: an adapter leaves the routers frozen; "),
+    ],
+)
+def test_flags_are_planned_for_as_grpo_takes_them(flags, says, tiny_model, capsys):
+    fits.main(fits.Config(model=tiny_model, memory=8, **flags))
+    assert says in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("settings", [{"hidden_size": -256}, {"num_attention_heads": 0}, {"hidden_act": "none"}])
+def test_an_odd_config_is_refused_in_one_line(settings, tiny_model, tmp_path):
+    config = json.loads(pathlib.Path(tiny_model, "config.json").read_text())
+    config["text_config"] |= settings
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="cannot load a model from"):
+        fits.main(fits.Config(model=str(tmp_path)))
 
 
 def rows() -> list[list[str]]:
@@ -118,5 +149,5 @@ def test_the_table_has_the_fewest_gpus(model, monkeypatch):
             if fewest:
                 cfg, estimate = found[fewest][method]
                 want = str(fewest) + (f", shared by {cfg.tensor_parallel}" if cfg.tensor_parallel > 1 else "")
-                want += "" if estimate["vLLM"] else ", no vLLM"
+                want += "" if estimate["sampler"] else ", no vLLM"
             assert cells[i] == want, (method, memory)

@@ -9,12 +9,14 @@ until all have been read (`Saver.wait_until_read`): on a GPU, until parts/fast h
 `run_folder.py` names, finds and deletes the checkpoints of a run.
 """
 
+import contextlib
 import json
 import os
 import random
 import shutil
 import threading
 import traceback
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -296,18 +298,35 @@ def restore_random_states(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
+@contextlib.contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Raise a UserError of one line for whatever goes wrong while the checkpoint in `folder` is read here."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except (Exception, CheckpointException) as error:  # noqa: BLE001 - its files may hold anything
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()[-1][:160]
+        how = "use the flags of the run that saved it or, if it is damaged, restore it, or delete it"
+        raise UserError(f"{folder} cannot be loaded into this model ({reason}): {how}") from None
+
+
 def read_progress(folder: Path) -> dict[str, Any]:
     """Return `state.json`. Raises UserError if it has another form than a checkpoint of this version."""
     settings = {field.name for field in fields(PolicyFlags)}
     try:
         state = json.loads((folder / "state.json").read_text())
-        parts = [state[name] for name in ("config", "collector", "updater")]
-        is_one = state.keys() >= PROGRESS and state["config"].keys() >= settings
-        is_one &= all(isinstance(part, dict) for part in parts) and type(state["step"]) is int and state["step"] >= 0
+        config, collector, updater = (state[name] for name in ("config", "collector", "updater"))
+        is_one = state.keys() >= PROGRESS and config.keys() >= settings
+        counts = (state["step"], collector["position"], updater["num_updates"], updater["skipped"])
+        is_one &= all(type(count) is int and count >= 0 for count in counts)
+        numbers = (config["learning_rate"], *collector["lengths"].values(), *updater["norms"])
+        is_one &= all(isinstance(number, int | float) for number in numbers)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         is_one = False
     if not is_one:
-        raise UserError(f"{folder} is of another version: use that version, or choose a new --output without --resume")
+        why = "is damaged, or of another version: restore it, use that version"
+        raise UserError(f"{folder} {why}, or choose a new --output without --resume")
     return state
 
 
@@ -319,7 +338,8 @@ def read_state(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     state = read_progress(folder)
     _check_settings(folder, state["config"], json.loads(hide_credentials(json.dumps(config))))
     if (folder / IN_FLIGHT).is_file():
-        state["collector"]["in_flight"] = torch.load(folder / IN_FLIGHT, weights_only=True)
+        with reading(folder):
+            state["collector"]["in_flight"] = torch.load(folder / IN_FLIGHT, weights_only=True)
     return state
 
 
@@ -335,7 +355,7 @@ def check_parts(folder: Path, state: dict[str, Any], policy: Policy, optimizers:
 
 
 def load_checkpoint(folder: Path, policy: Policy, reference: Policy | None, optimizers: Optimizers) -> None:
-    """Load the tensors and random states of `folder`.
+    """Load the tensors and random states of `folder`. Raises UserError, within `reading`, if they do not suit.
 
     The number of processes may differ from that of the saved run; additional processes keep their initial random
     states. Learning rate and weight decay are those of the new command.
@@ -343,7 +363,7 @@ def load_checkpoint(folder: Path, policy: Policy, reference: Policy | None, opti
     _make_state(folder, policy, optimizers)
     tensors = state_tensors(policy, reference, optimizers)
     del tensors["optimizer"]["param_groups"]
-    _read_tensors(folder, tensors)
+    dcp.load(tensors, checkpoint_id=folder)
     random_path = folder / f"random-{distributed.rank()}.pt"
     if random_path.is_file():
         restore_random_states(torch.load(random_path, weights_only=True))
@@ -394,16 +414,6 @@ def is_same_setting(old: Any, new: Any) -> bool:
     return is_same_path or old == hide_credentials(new)
 
 
-def _read_tensors(folder: Path, tensors: dict[str, Any]) -> None:
-    """Overwrite `tensors` with those of the checkpoint. Raises UserError if names or shapes differ."""
-    try:
-        dcp.load(tensors, checkpoint_id=folder)
-    except CheckpointException as error:
-        reason = str(error).strip().splitlines()[-1][:160]
-        message = f"{folder} cannot be loaded into this model ({reason}): use the flags of the run that saved it"
-        raise UserError(message) from None
-
-
 def main(cfg: Config) -> None:
     device = distributed.start()
     folder = named_checkpoint(Path(cfg.checkpoint), "--checkpoint")
@@ -411,8 +421,9 @@ def main(cfg: Config) -> None:
         raise UserError(f"--output {cfg.output!r} already exists: remove it or choose another folder")
     saved = read_progress(folder)["config"]
     flags = PolicyFlags(**{field.name: saved[field.name] for field in fields(PolicyFlags)})
-    policy = load_policy(saved["model"], flags, torch.device("cpu") if not flags.load_in_4bit else device)
-    _read_tensors(folder, {"policy": get_model_state_dict(policy, options=TRAINED)})
+    with reading(folder):
+        policy = load_policy(saved["model"], flags, torch.device("cpu") if not flags.load_in_4bit else device)
+        dcp.load({"policy": get_model_state_dict(policy, options=TRAINED)}, checkpoint_id=folder)
     export(policy, saved["model"], cfg.output, str(folder.parent))
     print(f"wrote {'an adapter for ' + saved['model'] if flags.has_adapter else 'a model'} to {cfg.output}")
 

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
@@ -87,8 +88,20 @@ def problems(history: list[dict[str, Any]], example: str = "see completions.html
 
 def all_problems(history: list[dict[str, Any]]) -> dict[str, str]:
     """Return each problem that there was after any step, as it was when it first appeared."""
-    lengths = range(len(history), 0, -1)  # backwards, so that the first appearance stays
-    return {name: line for length in lengths for name, line in problems(history[:length]).items()}
+    found: dict[str, str] = {}
+    rows: list[dict[str, Any]] = []  # the first, the last and the best: later problems depend on no others
+    for row in history:
+        rows.append(row)
+        found = problems(rows) | found
+        steps = [row for row in rows if row.get("reward") is not None]
+        scored = [row for row in rows if row.get("eval/exact_match", row.get("eval/loss")) is not None]
+        needed = steps[:FIRST] + steps[-FALLEN:] + rows[-RECENT:] + scored[:2] + scored[-2:]
+        for name, best in (("eval/exact_match", max), ("eval/reward", max), ("eval/loss", min)):
+            if later := [row for row in scored[1:] if row.get(name) is not None]:
+                needed.append(best(later, key=itemgetter(name)))
+        ids = set(map(id, needed))
+        rows = [row for row in rows if id(row) in ids]
+    return found
 
 
 def is_metrics(row: dict) -> bool:

@@ -10,7 +10,7 @@ import functools
 import gc
 import shlex
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class Run:
     collector: Collector
     updater: Updater
     loop: Loop
-    log: RunLog
+    log: RunLog = field(init=False)  # set last: it changes the output folder
     step: int = 0  # completed steps
 
     @property

@@ -27,7 +27,7 @@ from policy.optimizer import make_optimizers
 from policy.sharding import AFTER_UPDATE, apply_fsdp, load_reference, load_teacher
 from rollout import ENGINES, Engine, check_engine_available, choose_engine, make_engine
 from sampling.episodes import max_images_seen
-from training.checkpoint import Saver, check_parts, is_same_setting, load_checkpoint, read_progress, read_state
+from training.checkpoint import Saver, check_parts, is_same_setting, load_checkpoint, read_progress, read_state, reading
 from training.collect import Collector
 from training.loop import Evaluate, Loop, Run, load_state
 from training.metrics import Clock
@@ -83,18 +83,18 @@ def start(
     collector = make(cfg, stream, engine, scorer, clock, interrupted)
     optimizers = make_optimizers(policy, cfg, collector.total_steps * cfg.updates_per_step)
     torch.manual_seed(cfg.seed + distributed.rank())  # for dropout; a checkpoint restores its own random state
-    if resume.checkpoint:
-        check_parts(resume.checkpoint, state, policy, optimizers)
-        load_checkpoint(resume.checkpoint, policy, reference, optimizers)
     resumed_step = state["step"] if resume.continues_output else None
-    log = prepare_output(cfg, folder, resumed_step, collector)
     checkpoints = Saver(folder, resumed_step)
     before_change = checkpoints.wait_until_read
     updater = Updater(cfg, policy, reference, optimizers, micro_batch_tokens, clock, interrupted, before_change)
     loop = Loop(checkpoints, eval_samples, interrupted, evaluate)
-    run = Run(cfg, policy, reference, teacher, collector, updater, loop, log)
-    if state:
-        restore(run, state)
+    run = Run(cfg, policy, reference, teacher, collector, updater, loop)
+    if resume.checkpoint:
+        with reading(resume.checkpoint):
+            check_parts(resume.checkpoint, state, policy, optimizers)
+            load_checkpoint(resume.checkpoint, policy, reference, optimizers)
+            restore(run, state)
+    run.log = prepare_output(cfg, folder, resumed_step, collector)
     return run
 
 
@@ -182,8 +182,9 @@ def check_state(cfg: Config, stream: PromptStream, resume: ResumePlan) -> dict[s
     """
     state = read_state(resume.checkpoint, asdict(cfg) | stream.fingerprint)
     if in_flight := state["collector"].get("in_flight"):
-        check_lengths(in_flight, cfg.max_completion_length)
-        check_in_flight(cfg, state["config"])
+        with reading(resume.checkpoint):
+            check_lengths(in_flight, cfg.max_completion_length)
+            check_in_flight(cfg, state["config"])
     return state
 
 

@@ -300,6 +300,11 @@ def odd(): return lambda: 0
 def parent(): return os.getppid()
 def end():
     os.kill(os.getppid(), 9)
+def stop():
+    os.kill(os.getppid(), signal.SIGSTOP)
+class Code:
+    def __reduce__(self): return os._exit, (3,)
+def code(): return [Code()]
 def half():
     for pipe in range(3, 30):
         try: os.write(pipe, bytes([0, 1, 0, 0]))
@@ -328,8 +333,9 @@ def workers(tmp_path):
 
 
 def test_a_damaged_pipe_hangs_nothing(workers):
-    """Neither one that holds half an answer, nor one that a process of the call holds open."""
-    for name, kind in [("half", CallLost), ("closed", CallLost), ("holder", CallLost), ("unprintable", CallFailed)]:
+    """Neither one that holds half an answer, nor one that a process of the call holds open; nor a stopped worker."""
+    lost = [(name, CallLost) for name in ("half", "closed", "holder", "stop")]
+    for name, kind in [*lost, ("unprintable", CallFailed)]:
         start = time.perf_counter()
         with pytest.raises(kind) as error:
             workers(name, 0.5)
@@ -347,6 +353,7 @@ def test_workers_outlive_whatever_a_call_does(workers):
         ("fail", CallFailed, "KeyError: 'nothing'"),
         ("tell", CallFailed, "ValueError: first second$"),
         ("odd", CallFailed, "cannot be pickled"),
+        ("code", CallFailed, "cannot be unpickled .*posix._exit"),  # it would end this process
     ]:
         with pytest.raises(kind, match=message):
             workers(name, 0.5)

@@ -32,7 +32,7 @@ from tests.helpers.runs import SMALL, config, difference, metrics, plugin_with_t
 from tests.helpers.scripts import Script, check_success, run_script, torchrun
 from training import checkpoint, loop, run_folder
 from training.checkpoint import Saver, is_same_setting
-from training.run_folder import RunFolder, verify_checkpoint
+from training.run_folder import RunFolder, verify_checkpoint, write_manifest
 
 SLOW = pytest.mark.slow
 
@@ -364,7 +364,8 @@ SETTINGS += "train_router lora_rank lora_alpha lora_experts adapter load_in_4bit
 SETTINGS += "loss_type reward"
 
 
-STATE = {"step": 1, "eval_due": False, "collector": {}, "updater": {}, "parts": []}
+STATE = {"step": 1, "eval_due": False, "parts": [], "collector": {"position": 0, "lengths": {}}}
+STATE |= {"updater": {"num_updates": 0, "skipped": 0, "norms": []}}
 
 
 @pytest.mark.parametrize("name", SETTINGS.split())
@@ -373,7 +374,7 @@ def test_settings_that_must_not_change(name, tmp_path):
 
     The names are written out here, so that none is lost from the code.
     """
-    saved = asdict(grpo.Config(data="rows")) | {name: 1}
+    saved = asdict(grpo.Config(data="rows", learning_rate=1)) | {name: 1}
     (tmp_path / "state.json").write_text(json.dumps(STATE | {"config": saved}))
     with pytest.raises(UserError, match=rf"belongs to another run \({name} was 1, is 2\)"):
         checkpoint.read_state(tmp_path, {name: 2})
@@ -382,11 +383,38 @@ def test_settings_that_must_not_change(name, tmp_path):
 @pytest.mark.parametrize("lacks", ["parts", "config"])
 def test_a_checkpoint_of_another_version_is_refused(lacks, tmp_path):
     """It lacks a part of what is saved, or a setting."""
-    saved = STATE | {"config": asdict(grpo.Config(data="rows"))}
+    saved = STATE | {"config": asdict(grpo.Config(data="rows", learning_rate=1))}
     del (saved["config"] if lacks == "config" else saved)["adapter" if lacks == "config" else lacks]
     (tmp_path / "state.json").write_text(json.dumps(saved))
-    with pytest.raises(UserError, match=r"^.* is of another version: use that version, or choose a new --output .*$"):
+    with pytest.raises(UserError, match=r"^.* is damaged, or of another version: .*, or choose a new --output .*$"):
         checkpoint.read_state(tmp_path, {})
+
+
+DEEPER = [("config", "learning_rate", None), ("collector", "position", "1"), ("collector", "lengths", [3])]
+DEEPER += [("updater", "norms", ["1"]), ("updater", "num_updates", None), ("updater", "skipped", -1)]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["random-0.pt", ".metadata", "__0_0.distcp", {"parts": 3}, {"eval_due": []}, {"updater": {"schedulers": 3}}],
+    ids=str,
+)
+def test_a_damaged_checkpoint_is_refused_before_anything_is_changed(damage, saved, tiny_model, shapes, tmp_path):
+    """Its files have the right sizes: the manifest cannot tell."""
+    shutil.copytree(saved, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoint-4"
+    if isinstance(damage, str):
+        (folder / damage).write_bytes(bytes((folder / damage).stat().st_size))
+    else:
+        state = json.loads((folder / "state.json").read_text())
+        for name, value in damage.items():
+            state[name] = state[name] | value if isinstance(value, dict) else value
+        (folder / "state.json").write_text(json.dumps(state))
+        write_manifest(folder)
+    before = {path: path.stat() for path in (tmp_path / "run").rglob("*") if path.name != "run.lock"}
+    with pytest.raises(UserError, match=r"checkpoint-4 cannot be loaded into this model \(.*\): .* delete it$"):
+        grpo.main(config(tiny_model, shapes, tmp_path / "run", max_steps=5, resume="newest"))
+    assert all(path.stat().st_mtime_ns == stat.st_mtime_ns for path, stat in before.items())
 
 
 def test_a_state_of_another_shape_is_refused_before_anything_is_deleted(tiny_model, shapes, tmp_path):
@@ -395,13 +423,14 @@ def test_a_state_of_another_shape_is_refused_before_anything_is_deleted(tiny_mod
     grpo.main(config(tiny_model, shapes, **flags, max_steps=1))
     path = tmp_path / "run" / "checkpoint-1" / "state.json"
     whole, manifest = json.loads(path.read_text()), json.loads((path.parent / "manifest.json").read_text())
-    for change in ("[]", "null", '"text"', "{", {"step": None}, {"step": 2.0}, {"step": -5}, {"updater": []}):
+    deeper = [{part: whole[part] | {name: value}} for part, name, value in DEEPER]
+    for change in ("[]", "null", '"text"', "{", {"step": None}, {"step": 2.0}, {"step": -5}, {"updater": []}, *deeper):
         text = change if isinstance(change, str) else json.dumps(whole | change)
         manifest["files"]["state.json"]["size"] = len(text)
         (path.parent / "manifest.json").write_text(json.dumps(manifest))
         path.write_text(text)
-        with pytest.raises(UserError, match="checkpoint-1 is of another version: use that version"):
-            grpo.main(config(tiny_model, shapes, **flags, max_steps=2, resume="newest"))
+        with pytest.raises(UserError, match="checkpoint-1 is damaged, or of another version: restore it"):
+            grpo.main(config(tiny_model, shapes, **flags, max_steps=2, resume="newest", learning_rate=None))
         assert path.read_text() == text and (tmp_path / "run" / "metrics.jsonl").is_file()
 
 

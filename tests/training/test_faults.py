@@ -220,8 +220,9 @@ def test_without_a_learning_rate_the_run_says_which_it_takes(flags, said, saved,
 
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(saved, tiny_model, shapes, tmp_path):
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, train_vision=True))
-    with pytest.raises(UserError, match=r"checkpoint-4 cannot be loaded into this model \(.*\): use the flags"):
-        checkpoint.load_checkpoint(saved / "checkpoint-4", run.policy, None, run.updater.optimizers)
+    folder, line = saved / "checkpoint-4", r"checkpoint-4 cannot be loaded into this model \(.*\): use the flags"
+    with pytest.raises(UserError, match=line), checkpoint.reading(folder):
+        checkpoint.load_checkpoint(folder, run.policy, None, run.updater.optimizers)
 
 
 # --- faults during a run ----------------------------------------------------------------------------------------------
