@@ -7,8 +7,8 @@ its group. A reward of parts of the completion, such as steps, returns `[(start,
 characters; its number is the sum of the values (training/offsets.py). Each reward's docstring gives its range, an
 example, and the exploits that the reward guards against.
 
-`TASKS` defines each task: its prompt, reward and format, and what counts as correct in evaluation. Answer parsing,
-math-verify and the verifier model are in `grading/`.
+`TASKS` defines each task: its prompt, reward and format, and what counts as correct in evaluation. Answers are read in
+`grading/answers.py`; math-verify and the verifier model are in `parts/math`.
 """
 
 import re
@@ -17,8 +17,7 @@ from collections.abc import Callable
 
 from common.errors import WorkerLost, dataclass, find_entry
 from grading import answers
-from grading.answers import balanced, first_count, last_boxed, split_think_answer, words
-from grading.math_workers import same_answer
+from grading.answers import balanced, first_count, split_think_answer, words
 
 Reward = Callable[..., float | list[tuple[int, int, float]] | None]
 
@@ -104,51 +103,31 @@ def vqa_reward(completion: str, answer: str, **_: object) -> float:
 
 # --- mathematics ------------------------------------------------------------------------------------------------------
 
-MAX_ANSWER_CHARS = 2000  # unless the gold answer is long; see `_max_chars`
+
+def same_answer(candidate: str, gold: str) -> bool:
+    """Return whether math-verify finds two answers equal; see `parts.math.compare.same_answer`."""
+    from parts.math import compare
+
+    return compare.same_answer(candidate, gold)
 
 
-def _max_chars(gold: str) -> int:
-    """Return the length above which an answer is neither compared as a whole nor sent to the verifier.
+def read_math(text: str, gold: str) -> tuple[str | None, bool]:
+    """Return the answer in a text, and whether it equals the gold answer."""
+    from parts.math import reward
 
-    It could overflow the verifier's context.
-    """
-    return max(MAX_ANSWER_CHARS, 4 * len(gold))
-
-
-def find_answer(text: str, gold: str) -> str | None:
-    """Return the part of an answer that equals the gold answer, or None. Used in training and in evaluation."""
-    candidates = answers.math_candidates(text, _max_chars(gold), answers.count_values(gold))
-    return next((candidate for candidate in candidates if same_answer(candidate, gold)), None)
+    return reward.read_answer(text, gold)
 
 
 def math_reward(
-    completion: str,
-    answer: str,
-    question: str = "",
-    verifier: Callable[[str, str, str], bool | None] | None = None,
-    **_: object,
+    completion: str, answer: str, question: str = "", verifier: Callable | None = None, **_: object
 ) -> float | None:
-    """Score 1 if the answer is mathematically equal to the gold answer, −1 if not, None if the verifier cannot tell.
+    """Score 1 if the answer is mathematically equal to the gold answer, −1 if not, None if no verifier can tell.
 
-    The reward is −1 unless the format is correct. The candidate is the last balanced `\\boxed{…}` of the answer block,
-    or the whole block if the block has no box. The reward is 1 if math-verify finds the candidate, or the formula or
-    number in its sentence, equal to the gold answer. Otherwise, `verifier(question, gold, candidate)` decides.
-    Without a verifier, the reward is then −1.
-
-    Example: `<think>t</think><answer>0.5</answer>` scores 1 if the gold answer is `\\frac{1}{2}`. Guards against
-    several answers (one of which is right), a word with its letters permuted, answers that take forever to compute, and
-    answers that instruct the verifier or overflow its context.
+    See `parts.math.reward.math_reward`.
     """
-    blocks = split_think_answer(completion)
-    if blocks is None:
-        return -1.0
-    if find_answer(blocks[1], str(answer)) is not None:
-        return 1.0
-    candidate = (last_boxed(blocks[1]) or blocks[1]).strip()
-    if verifier is None or len(candidate) > _max_chars(str(answer)):
-        return -1.0
-    verdict = verifier(question, str(answer), candidate)
-    return None if verdict is None else 1.0 if verdict else -1.0
+    from parts.math import reward
+
+    return reward.math_reward(completion, answer, question, verifier)
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------------

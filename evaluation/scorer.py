@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from PIL import Image
 
@@ -18,15 +18,11 @@ from common import console, plugins
 from common.environments import ENVIRONMENTS, Environment
 from common.errors import CallFailed, CallLost, UserError, WorkerLost, find_entry
 from common.records import TAG, Rewards, Rollout, Sample, Span
-from config import RewardFlags
+from config import RewardFlags, VerifierFlags
 from grading import answers
-from grading.math_workers import check_math
-from grading.sandbox import PARAMETERS, WorkerPool, parameters
+from grading.calls import PARAMETERS, call, parameters, start_workers
 from inputs.images import decode_image
 from rewards import MAX_REWARD, format_reward, get_task, overlong_penalty
-
-if TYPE_CHECKING:
-    from grading.verifier import Verifier
 
 CALLS_TOGETHER = 32  # user-defined rewards that a worker computes one after the other, without asking for more
 
@@ -48,6 +44,13 @@ class Value:
     number: float = math.nan  # NaN if the completion is unscored
     spans: tuple[tuple[int, int, float], ...] = ()  # (start, end, value), in order
     error: str = ""
+
+
+def start_math(flags: VerifierFlags, cache: str | None = None, has_verifier: bool = True) -> Any:
+    """Check that answers can be compared; return the `Verifier` that `flags` name, if any. `cache`: of its replies."""
+    from parts.math import reward
+
+    return reward.start(flags, cache, has_verifier)
 
 
 class Scorer:
@@ -78,15 +81,10 @@ class Scorer:
             is_own = reward.__module__ != format_reward.__module__
             if is_own and (name := plugins.name_of(reward)):  # then the workers compute it, too
                 self._add_function(task, name, parameters(name))
-        self.verifier: Verifier | None = None
+        self.verifier = start_math(flags) if "math" in self.weights else None
         self.threads = 8 if self.user_functions or "math" in self.weights else 1  # the others take microseconds
-        if "math" in self.weights:
-            from grading.verifier import CONCURRENCY, make_verifier
-
-            check_math()
-            self.verifier = make_verifier(flags)
-            self.threads = CONCURRENCY if self.verifier else self.threads
-        self.workers = WorkerPool(2, list(self.user_functions.values())) if self.user_functions else None
+        self.threads = self.verifier.threads if self.verifier else self.threads
+        self.workers = start_workers(2, list(self.user_functions.values())) if self.user_functions else None
         self.reported: set[str] = set()  # functions of whose spans a note was printed
         self.unscored_reason = ""  # why the most recent unscored completion has no reward
 
@@ -125,14 +123,14 @@ class Scorer:
         if function in self.weights or function in (*self.built_in, "overlong", "no_verdict"):
             raise UserError(f"--reward {text}: a reward named {function!r} already exists; rename the function")
         try:
-            found = WorkerPool(1, [PARAMETERS]).call(PARAMETERS, rewards.REWARD_TIMEOUT, {"name": name})
+            found = call(start_workers(1, [PARAMETERS]), PARAMETERS, rewards.REWARD_TIMEOUT, {"name": name})
         except CallFailed as error:
             raise UserError(f"--reward {text}: it cannot be loaded ({error})") from error
         self.weights[function] = weight
         self._add_function(function, name, found)
 
     def _add_function(self, name: str, function: str, found: tuple[list[str], list[str], bool]) -> None:
-        """Register the user's `function`, file.py:function, as the reward `name`; `found`: see `sandbox.parameters`."""
+        """Register the user's `function`, file.py:function, as the reward `name`; `found`: see `calls.parameters`."""
         parameters, required, accepts_any = found
         if not {"completion", "answer"} <= set(parameters):
             raise UserError(f"--reward {function}: it must be a function of (completion, answer, **fields)")

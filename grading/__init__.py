@@ -1,6 +1,5 @@
-"""Parsing and judging answers: extraction from text, comparison with math-verify, and a verifier model.
+"""Reading the answer in a text, and calling functions of the user by their name.
 
-Imports `common` and `config`. Start reading at `answers.py`, which finds the answer in a completion. `sandbox.py` runs
-functions in processes that can be killed, and `math_equal.py` runs in such a process, with the rules of `notation.py`
-and `units.py`. `verifier.py` asks a model on an OpenAI-compatible server. The reward functions are in `rewards.py`.
+Imports `common` and `config`. Start reading at `answers.py`, which finds the answer in a completion. The reward
+functions are in `rewards.py`; parts/math compares mathematical answers, and parts/workers.py kills calls that hang.
 """

@@ -1,11 +1,9 @@
-"""Extract answers from text: format blocks, counts, words, boxed answers, choice letters and numbers.
+"""Extract answers from text: format blocks, counts, words and boxed answers.
 
-The rewards use the strict functions in the first half of this file. The benchmarks use the lenient functions under
-"benchmark answers", which accept the many forms in which models state an answer. Completions are untrusted: no text
-may make these functions raise an error or run for seconds.
+parts/math reads formulas, and parts/benchmarks letters and whole numbers. Completions are untrusted: no text may make
+these functions raise an error or run for seconds.
 """
 
-import functools
 import html
 import re
 import unicodedata
@@ -96,7 +94,7 @@ _SCIENTIFIC = re.compile(
 )
 # A capital A is a letter, not an article, after a word ("influenza A virus"), and before a letter or a conjunction.
 _ARTICLE = re.compile(r"\b(?:(?i:an|the)|a|(?<!\w )A(?! (?:[A-Za-z]|and|or|vs|is)\b)) (?=\w)")
-_MARKUP = re.compile(r"</?[a-z][a-z\d]*(?:\s+[\w-]+\s*=[^<>]*)?\s*/?>|\\(?:text|math)[a-z]*(?=\s*\{)", re.IGNORECASE)
+MARKUP = re.compile(r"</?[a-z][a-z\d]*(?:\s+[\w-]+\s*=[^<>]*)?\s*/?>|\\(?:text|math)[a-z]*(?=\s*\{)", re.IGNORECASE)
 _ONES, _TENS = "one|two|three|four|five|six|seven|eight|nine", "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
 _TEENS = "ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen|eighteen|nineteen"
 _VALUES = {word: value for value, word in enumerate(f"zero|{_ONES}|{_TEENS}".split("|"))}
@@ -124,7 +122,7 @@ def words(text: str, keep_articles: bool = False) -> list[str]:
     space, <, >, ≤, ≥, ±, a plus after it, and /, : and other operators between two numbers ("3:4"). All other
     punctuation becomes a space.
     """
-    text = unicodedata.normalize("NFKC", html.unescape(_MARKUP.sub(" ", last_boxed(text) or text)))
+    text = unicodedata.normalize("NFKC", html.unescape(MARKUP.sub(" ", last_boxed(text) or text)))
     text = " ".join(text.split())
     text = (text if keep_articles else _ARTICLE.sub("", text)).lower()
     for sign, replacement in _SIGNS.items():
@@ -178,71 +176,15 @@ def contradicts(answered: list[str], gold: list[str]) -> bool:
     return not same_numbers or NEGATIONS.isdisjoint(answered) != NEGATIONS.isdisjoint(gold)
 
 
-# --- multiple choice and boxes ----------------------------------------------------------------------------------------
-
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-# "A" and "I" before a word are no choices, unless the word cannot follow an article ("A because it is red"). Nor are
-# letters that begin a longer word ("C-shaped", "U.S.").
-_NO_NOUN = (
-    r"(?i:is|was|are|does|has|because|since|as|due|based|given|for|and|or|but|not|with|which|where|while|when|in|on|by|"
-    r"to|from|than|according|if|so|here|rather|instead|the|this|it|we|there)\b"
-)
-_LETTER = rf"(?<![A-Za-z\d])(?:[B-HJ-Z]|[AI](?![ \t]+(?!{_NO_NOUN})[A-Za-z]))(?![A-Za-z\d'’+#]|-[A-Za-z]|\.[A-Z]\b)"
-_OPEN = r"(?:\\boxed\s*+\{|(?i:\b(?:option|choice|letter)\b)|[\s$_(\[{\"':\\])*+"  # what may precede a letter
-_CLOSE = r"[$_)\]}\"'.]*+"
-_END = r"[$_)\]}\"']*\s*(?:[.,;:!\n]|\Z)"  # of a phrase, after the letter
-_ANY_CASE = rf"{_LETTER}|(?<![A-Za-z\d])[a-z](?={_END})"
-_IS = r"(?:\s*+(?:[:=]|(?i:\b(?:is|be|would|should|must|the|therefore|thus)\b)))*+"
-_RIGHT = r"(?:the )?(?:(?:correct|right|best)(?: (?:answer|option|choice|one))?|answer)"
-_JOIN = r"(?:[,;/&|、或和]|(?i:\b(?:or|and|maybe|perhaps|possibly|probably)\b))"
-_HEDGE = re.compile(  # "A or B", "(A), (B)", "A. cat or B. dog", but not "B, C" in "The answer is B, C is too dark"
-    rf"(?:{_ANY_CASE})(?:{_CLOSE}(?:{_OPEN}{_CLOSE}{_JOIN}{_CLOSE}{_OPEN})+(?:{_LETTER}|\b[b-z]\b(?!['’]))"
-    rf"(?!{_CLOSE}\s+(?:is|was|does|has|shows)\b(?!\s+{_RIGHT})))+"
-    rf"|{_LETTER}[.):][^\n.]{{1,60}}?(?:\bor\b|或)\s*\(?{_LETTER}(?=[.):])"
-)
-_MORE = functools.reduce(lambda rest, letter: rf"(?:\n\W*{letter}[.):].*{rest})?", "JIHGFEDC", "")
-_OPTIONS = re.compile(rf"^[^\w\n]*A[.):].*\n\W*B[.):].*{_MORE}", re.MULTILINE)  # the lines "A. cat", "B. dog", …
-_CHOICES = (  # strongest evidence first
-    rf"\\boxed\s*+\{{{_OPEN}({_LETTER})(?=[\s$_)\]\"'.]*\}}|[.):,]\s)",  # a letter, or "B. cat", in a box
-    # "the answer is B", "I choose B", "the right one is B", "答案是B", or "B is correct"
-    r"(?:(?i:\banswer\b|(?<!not )(?<!n't )(?<!never )\b(?:choose|select|pick|go with|say)\b)"
-    rf"|(?i:\b(?:one|option|choice|letter) is\b)|(?<!不)(?:答案|选项?|选择|而是)[是为应选]*){_IS}{_OPEN}({_ANY_CASE})"
-    rf"|({_LETTER}){_CLOSE}\s*(?:(?:选项)?是?正确|is {_RIGHT}(?={_END}|\s+{_NO_NOUN}))",
-    rf"(?i:\b(?:it|that)(?:['’]s| is)\b){_IS}{_OPEN}({_LETTER})(?={_END})",
-    rf"\\boxed\s*+\{{{_OPEN}([a-z])[\s$_)\]\"'.]*\}}",
-    r"\A[\W_]*([A-Za-z])[\W_]*\Z",  # a single letter
-    r"\n(?:[^\w\n]|_)*([A-Z])[\W_]*\Z",  # the last line is a single letter
-    r"\A[\s_]*(?=\([A-Z]\)|[A-Z]_*[.):])\(?([A-Z])(?!\.[A-Z]\b)",  # it starts with "X.", "X)", "X:" or "(X)"
-    r"\(([A-Z])\)",
-    r"(?i:\b(?:option|choice)\b)[\s:(\[]*([A-Z])\b(?!['’])",
-    r"\A\W*([A-Z])(?=\s*(?:[\n,;:–—]|-(?!\w)|\Z))",
-    r"\A\W*([B-H])\b(?!['’]|-\w|\s+[A-Z]\b)",  # "B a red bus", but not "A red bus"
-)
-
-
-def extract_choice(completion: str) -> str | None:
-    """Return the letter, "A" to "Z", that a completion chooses in its `answer_part`, or None."""
-    return chosen_letter(answer_part(completion))
-
-
-def chosen_letter(text: str) -> str | None:
-    """Return the letter that an answer chooses, or None.
-
-    The strongest evidence decides; if it is in several places, the last. Letters side by side ("A or B") choose none. A
-    repeated list of the options does not count.
-    """
-    text = _MARKUP.sub("", unicodedata.normalize("NFKC", text).replace("*", ""))
-    text = _HEDGE.sub("…", _OPTIONS.sub("", text)).strip()
-    found = (list(re.finditer(pattern, text)) for pattern in _CHOICES)
-    return next((matches[-1][matches[-1].lastindex].upper() for matches in found if matches), None)
+# --- boxes ------------------------------------------------------------------------------------------------------------
 
 
 def last_boxed(text: str) -> str | None:
     """Return the body of the last `\\boxed{…}` with balanced braces, or None. In nested boxes, the inner one counts."""
-    return next((text[start:end] for start, end in reversed(_boxes(text))), None)
+    return next((text[start:end] for start, end in reversed(boxes_of(text))), None)
 
 
-def _boxes(text: str) -> list[tuple[int, int]]:
+def boxes_of(text: str) -> list[tuple[int, int]]:
     """Return the start and end of the body of each balanced `\\boxed{…}` that contains no other, in order."""
     opened: list[re.Match] = []  # boxes and braces that are not closed yet
     spans: list[tuple[int, int]] = []
@@ -266,7 +208,7 @@ def balanced(text: str) -> bool:
     return depth == 0
 
 
-# --- benchmark answers ------------------------------------------------------------------------------------------------
+# --- the answer in a response -----------------------------------------------------------------------------------------
 
 SHORT = 100  # characters; a longer answer outside a box is treated as prose
 
@@ -293,114 +235,3 @@ def short_answer(text: str) -> tuple[str, bool]:
         return boxed.strip(), True
     stated = re.findall(r"(?i:\banswer)\s*(?:(?i:is)|:)\s*:?\s*(.+)", text)
     return (stated[-1] if stated else text).strip().rstrip(".").strip(), bool(stated)
-
-
-def count_words(text: str) -> int:
-    """Return the number of words of two letters or more outside LaTeX commands."""
-    text = re.sub(r"\\(?:begin|end)\{[^{}]*\}|\\[A-Za-z]+", " ", text)
-    return len(re.findall(r"\b[A-Za-z]{2,}\b", text))
-
-
-def math_answers(text: str) -> list[str]:
-    """Return the expressions that may be the answer, most likely first.
-
-    A boxed answer or a short answer is returned unchanged. If the answer is a sentence, one formula or number in it is
-    returned: the first if the answer was marked explicitly, else the last. None is returned for a sentence with a
-    negation or for several formulas ("$3$ or $4$"). Prose itself is never returned, because math-verify would find an
-    answer in any text, and it would take seconds for a page.
-    """
-    answer, explicit = short_answer(text)
-    if boxes := _boxes(text):
-        return [answer[: 20 * SHORT] + _unit_after_box(answer, text[boxes[-1][1] + 1 :])] if answer else []
-    is_prose = len(answer) > SHORT or count_words(answer) >= (1 if explicit and re.search(r"\d", answer) else 2)
-    candidates = [answer] if answer and not is_prose else []
-    formulas = re.findall(r"\$\$?([^$]+)\$|\\\((.{1,500}?)\\\)|\\\[(.{1,500}?)\\\]", answer, re.DOTALL)
-    if re.search(r"(?i:\bnot\b|n['’]t\b|\bnever\b|\bneither\b)", answer) or (len(formulas) > 1 and not is_prose):
-        return candidates
-    if formulas:
-        formula = next(filter(None, formulas[0 if explicit else -1]))
-        candidates.append(formula.strip()[: 20 * SHORT])
-    elif is_prose:
-        found = list(re.finditer(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:/\d+)?(?!\w)", answer))
-        chosen = found[:1] if explicit else found[-1:]
-        candidates += [number[0] + _unit_after(answer[number.end() :]) for number in chosen]
-    return candidates
-
-
-def _unit_after(text: str) -> str:
-    """Return the unit with which `text` begins, such as " square feet" or " km per hour", else ""."""
-    unit = re.match(
-        r" (?:(?:square|cubic|sq|cu)\.? )?([A-Za-z]{2,})\b(?: ?(?:/|per\b) ?[A-Za-z]+)?(?! squared| cubed)", text
-    )
-    is_unit = unit and unit_symbol(unit[1]) and unit[1].lower() not in ("in", "unit", "units")  # "5 in total"
-    return unit[0] if is_unit else ""
-
-
-def _unit_after_box(answer: str, rest: str) -> str:
-    """Return the unit or percent sign that follows a box with a number, as in `\\boxed{5}\\text{ km}`, else ""."""
-    if not re.search(r"[\d})]\Z", answer):
-        return ""
-    rest = re.sub(r"\\[,;:! ]|\\?\$|\\[()\]]|~", " ", rest[:SHORT]).lstrip()
-    if sign := re.match(r"\\?%|\^\s*\{?\\circ\}?|°", rest):
-        return sign[0]
-    text = re.match(r"\\(?:text|mathrm|textrm)\s*\{\s*([^{}]+)\}((?:\^\{?\d\}?)?)", rest)
-    return f" {text[1]}{text[2]}" if text else _unit_after(" " + rest)
-
-
-def count_values(gold: str) -> int:
-    """Return the number of values in a list or set such as "3, 5" or "3 and 5".
-
-    A tuple, an interval or a sentence is one value.
-    """
-    if re.search(r"(?<![\\A-Za-z])(?!and\b|or\b)[a-z]{2,} [a-z]", gold):
-        return 1
-    depth, values = 0, 1
-    for token in re.findall(r"\\.|[()\[\]{}]|(?:[,;]\s*)?\b(?:and|or)\b|[,;]", gold, re.DOTALL):
-        depth += (token in "([{") - (token in ")]}")
-        values += depth == 0 and token[0] in ",;ao"
-    return values
-
-
-def math_candidates(text: str, max_chars: int, values: int = 1) -> list[str]:
-    """Return the texts that may equal a gold answer with that many values, without repeats; all are compared.
-
-    They are the whole text, the text after "answer:", and the results of `math_answers`. If the text has a box or is
-    longer than `max_chars`, only the latter are returned. The bodies of several boxes, as a list, are one more
-    candidate if there are as many boxes as values; otherwise, listing guesses would pay.
-    """
-    text = half_width(text)
-    candidates, boxes = math_answers(text), _boxes(text)
-    if len(boxes) == values > 1:
-        candidates.append(", ".join(text[start:end] for start, end in boxes)[: 20 * SHORT])
-    if not boxes and len(text) <= max_chars:
-        stated, explicit = short_answer(text)
-        candidates = [text.strip(), *([stated] if explicit else []), *candidates]
-    return list(dict.fromkeys(candidates))
-
-
-def whole_number(text: str) -> int | None:
-    """Return the whole number that an answer gives, or None if there is no number or the number is not whole.
-
-    A box holds the number alone, with a unit at most, or an equation whose right-hand side is the number. In any other
-    text, it is the first number after "the answer is", or else the last. A part of a fraction, a power or a product
-    with a symbol does not count (25/2, 2^{10}, 25\\pi).
-    """
-    answer, explicit = short_answer(text)
-    answer = answer.replace("\\,", "").replace("{,}", ",").replace("−", "-")
-    answer = re.sub(r"\\(?:text|mathrm|mathbf|boldsymbol)\b|\\[%$;:! ]|\^\\circ|\^\{\\circ\}", "", answer)
-    if last_boxed(text) is not None:
-        alone = re.fullmatch(r"[${(\s]*(-?\d[\d,]*(?:\.\d+)?)[^\d\\/^!*+×·]*", answer.rpartition("=")[2])
-        number = alone and alone[1]
-    else:
-        found = re.finditer(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?!\w)", answer)
-        numbers = [match[0] for match in found if not _is_part(answer, *match.span())]
-        number = numbers[0 if explicit else -1] if numbers else None
-    whole, _, decimals = (number or "").replace(",", "").partition(".")
-    return None if not number or decimals.strip("0") else int(whole[:30])
-
-
-def _is_part(text: str, start: int, end: int) -> bool:
-    """Return whether the number at text[start:end] is a part of a fraction, a power or a product with a symbol."""
-    before = re.search(r"(?:[/^×·]\s*\{?|\\[A-Za-z]+\s*\{|\}\s*\{)\s*$", text[max(start - 20, 0) : start])
-    after = re.match(r"\s*(?:[/^×·]|\\[A-Za-z])", text[end : end + 20])
-    return bool(before or after)

@@ -9,7 +9,7 @@ from common import plugins
 from common.environments import ENVIRONMENTS, Environment
 from common.errors import UserError, find_entry
 from common.templates import variable_names
-from grading.sandbox import parameters
+from grading.calls import parameters
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 from PIL import Image
 
 from common.environments import MAX_STATE, Reply
-from grading.sandbox import load_function, parameters
+from grading.calls import load_function, parameters
 from inputs.images import allow_megapixels, decode_image
 
 

@@ -20,7 +20,7 @@ from common import console, distributed
 from common.errors import CallFailed
 from common.records import TAG, Prompt, Rollout, Sample, Trajectory, Turn
 from data import Processor, digest_of, expand_images, max_images, prompt_position_ids
-from grading.sandbox import ROOT, WorkerPool
+from grading.calls import ROOT, killable_workers
 from inputs import images as image_files
 from inputs.images import fit_image, read_source
 from sampling.replies import encode_reply, reply_role
@@ -70,10 +70,10 @@ def _report(reason: str) -> None:
 
 
 @functools.cache
-def _workers(function: str) -> WorkerPool:
+def _workers(function: str) -> Any:
     """Return the workers that call an environment's `function`, file.py:function."""
     processes = max(2, min(8, (os.cpu_count() or 1) // distributed.local_world_size()))
-    return WorkerPool(processes, [function, TAKE_TURN])
+    return killable_workers(processes, [function, TAKE_TURN])
 
 
 def generate_options(

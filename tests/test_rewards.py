@@ -8,8 +8,9 @@ import rewards
 from config import RewardFlags
 from evaluation.scorer import Scorer
 from grading import answers
-from grading.verifier import parse_verdict
+from tests.helpers.marks import needs, slow
 from tests.helpers.scripts import VECTORS
+from tests.helpers.texts import TEXTS, check_with_any_text
 
 
 def cases(name: str) -> list[dict]:
@@ -158,7 +159,7 @@ def test_gold_problems_are_named():
     assert "unbalanced braces" in rewards.gold_problem("math", "\\frac{1}{2")
 
 
-@pytest.mark.parametrize("task", ["vqa", "math", "count"])
+@pytest.mark.parametrize("task", ["vqa", pytest.param("math", marks=needs("parts/math")), "count"])
 def test_a_gold_answer_that_a_vector_has_can_be_matched(task):
     """What the reward gives 1 for must not be refused: else a good row is lost."""
     for case in cases(task):
@@ -171,16 +172,17 @@ def test_a_gold_answer_that_a_vector_has_can_be_matched(task):
     [
         ("vqa", "<answer> 3"),
         ("vqa", "3</answer>"),
-        ("math", "<answer>3"),
-        ("math", "<think>a</think>3"),
-        ("math", "The area is \\boxed{2}, so the sum is \\boxed{13}."),
-        ("math", "so \\boxed{}"),
+        pytest.param("math", "<answer>3", marks=needs("parts/math")),
+        pytest.param("math", "<think>a</think>3", marks=needs("parts/math")),
+        pytest.param("math", "The area is \\boxed{2}, so the sum is \\boxed{13}.", marks=needs("parts/math")),
+        pytest.param("math", "so \\boxed{}", marks=needs("parts/math")),
     ],
 )
 def test_a_gold_answer_that_no_completion_can_match_is_refused(task, gold):
     assert "cannot be matched: write the final answer alone" in rewards.gold_problem(task, gold)
 
 
+@needs("parts/math")
 @pytest.mark.parametrize("gold", ["\\boxed{3}", "\\boxed{12}, \\boxed{13}", "x = \\boxed{\\frac12}", "?", "\\{1, 2\\}"])
 def test_a_gold_answer_that_a_completion_can_match_is_kept(gold):
     assert rewards.gold_problem("math", gold) is None
@@ -284,8 +286,8 @@ BOX = "<|begin_of_box|>{}<|end_of_box|>"
         ("vqa", think(BOX.format("Yes")), "yes"),
         ("vqa", think(BOX.format("\nleft lung\n")), "left lung"),
         ("vqa", f"<think>t</think>{BOX.format('<answer>3</answer>')}", "3"),
-        ("math", think(BOX.format("3")), "3"),
-        ("math", think(f"It is {BOX.format('3')}."), "3"),
+        pytest.param("math", think(BOX.format("3")), "3", marks=needs("parts/math")),
+        pytest.param("math", think(f"It is {BOX.format('3')}."), "3", marks=needs("parts/math")),
         ("count", BOX.format("A photo of 3 cats"), "3"),
     ],
 )
@@ -338,63 +340,6 @@ def test_overlong_vectors(case):
     assert got == pytest.approx(case["want"], abs=5e-7)
 
 
-@pytest.mark.parametrize("case", cases("verdict"), ids=lambda c: c["reply"])
-def test_verdict_vectors(case):
-    assert parse_verdict(case["reply"]) is case["want"]
-
-
-@pytest.mark.parametrize(
-    ("reply", "want"),
-    [
-        ("<think>Correct? no.</think> Incorrect", False),
-        ("**Judgement:** Correct", True),
-        ("[Judgment: incorrect.]", False),
-        ("correct incorrect", None),
-        ("Correct, because 3 = 3", None),
-        ("not correct", None),
-        ("incorrectly", None),
-        ("They match.</think>\n\nCorrect", True),  # the chat template had put <think> in the prompt
-        ("<think>Incorrect</think><think>hm</think> «Correct»", True),
-        ("!= correct", None),
-        ("≠ correct", None),
-        ("¬correct", None),
-        ("\n\n", None),
-    ],
-)
-def test_verdicts_beyond_the_vectors(reply, want):
-    assert parse_verdict(reply) is want
-
-
-@pytest.mark.parametrize("case", cases("choice"), ids=lambda c: c["completion"])
-def test_choice_vectors(case):
-    assert answers.extract_choice(case["completion"]) == case["want"]
-
-
-@pytest.mark.parametrize(
-    ("completion", "want"),
-    [
-        ("The answer is A. No wait, the answer is C.", "C"),
-        ("<answer>A</answer> hm <answer>(d)</answer>", "D"),
-        ("\\boxed{\\text{B}} so the answer is C", "B"),
-        ("b", "B"),
-        ("C) because of the shadow", "C"),
-        ("Answer: $B$", "B"),
-        ("the answer is $\\text{B}$.", "B"),
-        ("the answer is $b + 1$", None),
-        ("(A) is too dark, so it must be (D)", "A"),
-        ("it could be (B) or rather (C)", "C"),
-        ("<think>the answer is A</think>\nB", "B"),
-        ("The answer is A?</think>\nB", "B"),  # the chat template had put <think> in the prompt
-        ("A dog and a cat", None),
-        ("I think so", None),
-        ("", None),
-        ("the answer is a dog", None),
-    ],
-)
-def test_choices_beyond_the_vectors(completion, want):
-    assert answers.extract_choice(completion) == want
-
-
 def test_the_format_is_measured_where_a_reward_depends_on_it(monkeypatch):
     assert Scorer("vqa", RewardFlags()).format is rewards.format_reward
     assert Scorer("count", RewardFlags()).format is rewards.count_format
@@ -404,3 +349,30 @@ def test_the_format_is_measured_where_a_reward_depends_on_it(monkeypatch):
     assert Scorer("own", RewardFlags()).format is None, "this task does not ask for the tags"
     monkeypatch.setitem(rewards.TASKS, "own", rewards.Task(own.reward))
     assert Scorer("own", RewardFlags()).format is rewards.format_reward
+
+
+def test_last_boxed():
+    for text, want in [
+        ("\\boxed{1}", "1"),
+        ("\\boxed {2} \\boxed{3", "2"),
+        ("\\boxed{\\{1\\}}", "\\{1\\}"),
+        ("\\boxed{a}{b}", "a"),
+        ("\\fbox{1}", None),
+        ("}}}\\boxed{4}", "4"),
+        ("\\boxed{1 {2} \\boxed{3} }", "3"),
+        ("", None),
+    ]:
+        assert answers.last_boxed(text) == want, text
+
+
+RANGES = {
+    rewards.format_reward: lambda v: v in (0, 1),
+    rewards.count_reward: lambda v: v in (0, 0.2, 0.3, 0.4, 0.7, 0.85, 1),
+    rewards.vqa_reward: lambda v: v == 0 or 0.5 <= v <= 1,
+}
+
+
+@pytest.mark.parametrize("texts", ["random bytes", *slow("10,000 characters")])
+@pytest.mark.parametrize("reward", RANGES)
+def test_no_text_makes_a_reward_fail_or_wait(reward, texts):
+    check_with_any_text(reward, RANGES[reward], TEXTS[texts])

@@ -52,7 +52,8 @@ from common import cli
 from common.errors import CallFailed, UserError, require
 from common.records import TAG
 from grading.answers import without_marks
-from grading.sandbox import WorkerPool
+from grading.calls import call
+from parts.workers import WorkerPool
 
 PAGE = ROOT / "apps" / "service" / "page"
 INSPECT_TIMEOUT = 120.0  # seconds to check a ZIP
@@ -180,7 +181,7 @@ def call_worker(state: State, function: str, failure: str, **arguments: object) 
     """Call a function of uploads.py in a worker process. Raises HTTPException, saying `failure`, if the call fails."""
     arguments["max_megapixels"] = state.cfg.max_megapixels
     try:
-        return state.workers.call(function, INSPECT_TIMEOUT, arguments)
+        return call(state.workers, function, INSPECT_TIMEOUT, arguments)
     except CallFailed as error:
         log.error("%s: %s", failure, error)
         raise HTTPException(400, failure) from None

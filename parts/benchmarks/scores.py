@@ -23,9 +23,8 @@ from data import Processor, validate_rows
 from evaluation.held_out import open_progress, sample_rows
 from evaluation.metrics import group_by, mean, shared_scores
 from evaluation.predictions import RULE_SCORED, Judge, read_predictions, write_predictions
+from evaluation.scorer import start_math
 from grading.answers import answer_part
-from grading.math_workers import check_math
-from grading.verifier import CONCURRENCY, make_verifier
 from inputs.images import allow_megapixels
 from inputs.rows import raw_rows
 from parts.benchmarks import table
@@ -114,9 +113,8 @@ class BenchmarkJudge(Judge):
     def __init__(self, cfg: Any):
         self.cfg, self.name, self.prompt_task = cfg, cfg.benchmark, "math"
         benchmark = find_entry("benchmark", self.name, table.BENCHMARKS, table.Benchmark)
-        if benchmark.judge in (table.judge_math, table.judge_mathverse):
-            check_math()
-        self.server = make_verifier(cfg, cfg.judge_cache) if benchmark.server_role else None
+        needs_math = benchmark.server_role or benchmark.judge is table.judge_math
+        self.server = start_math(cfg, cfg.judge_cache, bool(benchmark.server_role)) if needs_math else None
 
     def load(self, processor: Processor) -> list[Sample]:
         """Load the rows, checked like those of training, as samples whose `fields` hold the columns."""
@@ -150,7 +148,7 @@ class BenchmarkJudge(Judge):
         work = [(answer_part(text), sample) for sample, output in local_rows for text in output["responses"]]
         if self.server:
             self.server.reset_failures()
-        with ThreadPoolExecutor(CONCURRENCY if self.server else 8) as pool:
+        with ThreadPoolExecutor(self.server.threads if self.server else 8) as pool:
             judged = iter(console.progress(pool.map(self._judge, work), "scoring", total=len(work), unit="response"))
             local = [[next(judged) for _ in output["responses"]] for _, output in local_rows]
         predictions = []

@@ -20,11 +20,12 @@ from typing import Any
 from common.errors import UserError, dataclass
 from common.records import Sample, Turn
 from grading import answers
-from grading.verifier import Verifier
 from inputs.rows import Locate, Problem, RowError, drop_images, place_images, resolve_image
-from rewards import find_answer, vqa_reward
+from parts.benchmarks.choices import LETTERS, chosen_letter, extract_choice, whole_number
+from rewards import read_math, vqa_reward
 
 Row = dict[str, Any]
+Server = Any  # a `parts.math.verifier.Verifier`, or None
 PERCEPTION = ("existence", "count", "position", "color", "posters", "celebrity", "scene", "landmark", "artwork", "OCR")
 COGNITION = ("commonsense_reasoning", "numerical_calculation", "text_translation", "code_reasoning")
 
@@ -43,7 +44,7 @@ class Benchmark:
     """How the rows of one benchmark are read, turned into prompts and scored."""
 
     hub: str  # name on the hub, with the split that is scored
-    judge: Callable[[str, str, Row, Verifier | None], Judgement]
+    judge: Callable[[str, str, Row, Server], Judgement]
     """Judges the answer part of a response; the other arguments are the gold answer, the row and the server."""
     columns: tuple[str, ...]  # columns that the prompt and the scoring need
     image_column: str | None = None  # column of the images; None for text-only benchmarks
@@ -58,24 +59,23 @@ class Benchmark:
 # --- judging by rule --------------------------------------------------------------------------------------------------
 
 
-def judge_math(text: str, gold: str, row: Row, _: Verifier | None) -> Judgement:
+def judge_math(text: str, gold: str, row: Row, _: Server) -> Judgement:
     """Compare the answers as the math reward does."""
-    correct = find_answer(text, gold)
-    return Judgement(correct or next(iter(answers.math_answers(text)), None), correct is not None)
+    return Judgement(*read_math(text, gold))
 
 
-def judge_integer(text: str, gold: str, row: Row, _: Verifier | None) -> Judgement:
+def judge_integer(text: str, gold: str, row: Row, _: Server) -> Judgement:
     """Compare the answers as integers: "025" equals 25."""
-    number = answers.whole_number(text)
+    number = whole_number(text)
     if number is None:
         return Judgement(None, False)
-    return Judgement(str(number), number == answers.whole_number(gold))
+    return Judgement(str(number), number == whole_number(gold))
 
 
-def judge_letter(text: str, gold: str, row: Row, _: Verifier | None) -> Judgement:
+def judge_letter(text: str, gold: str, row: Row, _: Server) -> Judgement:
     """Compare the chosen letter with the gold letter, which may be written "A", "(A)" or "a."."""
-    letter = answers.chosen_letter(text)
-    return Judgement(letter, letter is not None and letter == (answers.extract_choice(gold) or gold.strip()))
+    letter = chosen_letter(text)
+    return Judgement(letter, letter is not None and letter == (extract_choice(gold) or gold.strip()))
 
 
 # --- the individual benchmarks ----------------------------------------------------------------------------------------
@@ -90,12 +90,12 @@ def gpqa_choices(row: Row) -> list[str]:
 
 def gpqa_gold(row: Row) -> str:
     """Return the letter of the correct choice."""
-    return answers.LETTERS[gpqa_choices(row).index(str(row["Correct Answer"]).strip())]
+    return LETTERS[gpqa_choices(row).index(str(row["Correct Answer"]).strip())]
 
 
 def lettered(choices: list[str]) -> str:
     """Return the choices as lines "(A) first", "(B) second", … and ask for a letter."""
-    lines = "\n".join(f"({letter}) {choice}" for letter, choice in zip(answers.LETTERS, choices))
+    lines = "\n".join(f"({letter}) {choice}" for letter, choice in zip(LETTERS, choices))
     return f"{lines}\n\nAnswer with the letter of the right choice alone."
 
 
@@ -105,7 +105,7 @@ def is_closed(row: Row) -> bool:
     return kind == "CLOSED" if kind in ("OPEN", "CLOSED") else answers.words(str(row["answer"])) in (["yes"], ["no"])
 
 
-def judge_vqa_rad(text: str, gold: str, row: Row, _: Verifier | None) -> Judgement:
+def judge_vqa_rad(text: str, gold: str, row: Row, _: Server) -> Judgement:
     """Compare the answers exactly. For open questions, also measure word recall and word F1 against the gold answer."""
     answer_words, gold_words = answers.words(text), answers.words(gold)
     correct = vqa_reward(f"<think>-</think><answer>{text}</answer>", gold) == 1.0
@@ -117,7 +117,7 @@ def judge_vqa_rad(text: str, gold: str, row: Row, _: Verifier | None) -> Judgeme
     return Judgement(text or None, correct, {"open_recall": recall, "open_f1": f1})
 
 
-def judge_mme(text: str, gold: str, row: Row, _: Verifier | None) -> Judgement:
+def judge_mme(text: str, gold: str, row: Row, _: Server) -> Judgement:
     """Look for "yes" or "no" in the first four characters, as the official script does; anything else is wrong."""
     answer = next((word for word in ("yes", "no") if word in text.strip().lower()[:4]), None)
     return Judgement(answer, answer == gold.strip().lower())
@@ -179,20 +179,20 @@ def _match_choice(answer: str, choices: list[str]) -> str | None:
     def bare(text: str) -> str:
         return re.sub(r"\^?\\circ|[$°{}\\]|\.$", "", text).strip().lower()
 
-    by_letter = dict(zip(answers.LETTERS, choices))
+    by_letter = dict(zip(LETTERS, choices))
     bracketed = re.fullmatch(r"\s*\(([A-Z])\)\s*", answer)
     if bracketed and bracketed[1] in by_letter:
         return by_letter[bracketed[1]]
     if exact := [choice for choice in choices if bare(choice) == bare(answer)]:
         return exact[0]
-    letter = answers.chosen_letter(answer)
+    letter = chosen_letter(answer)
     if letter in by_letter:
         return by_letter[letter]
     mentioned = [choice for choice in choices if re.search(rf"(?<!\w){re.escape(bare(choice))}(?!\w)", bare(answer))]
     return mentioned[0] if len(mentioned) == 1 else None
 
 
-def judge_mathvista(text: str, gold: str, row: Row, extractor: Verifier | None) -> Judgement:
+def judge_mathvista(text: str, gold: str, row: Row, extractor: Server) -> Judgement:
     """Extract the answer from the text, by server or by rule, convert it to the gold answer's form, and compare."""
     if not text:
         return Judgement(None, False)
@@ -204,7 +204,7 @@ def judge_mathvista(text: str, gold: str, row: Row, extractor: Verifier | None) 
     return Judgement(normalised, normalised is not None and normalised in golds)
 
 
-def judge_mathverse(text: str, gold: str, row: Row, judge: Verifier | None) -> Judgement:
+def judge_mathverse(text: str, gold: str, row: Row, judge: Server) -> Judgement:
     """Compare letters, or compare formulas with math-verify. If the answers differ, the judge (if any) decides."""
     judge_by_rule = judge_letter if row["question_type"] == "multi-choice" else judge_math
     by_rule = judge_by_rule(text, gold, row, None)
@@ -304,7 +304,7 @@ def to_sample(name: str, source: str, row: Row) -> Sample:
         _check_present(name, row, column)
         if isinstance(row[column], dict) or (isinstance(row[column], list) and column != "choices"):
             raise RowError(f"column '{column}' is neither text nor a number")
-    if name == "aime24" and answers.whole_number(str(row["answer"])) is None:
+    if name == "aime24" and whole_number(str(row["answer"])) is None:
         raise RowError(f"the answer {str(row['answer'])[:40]!r} is not a whole number, so no response can equal it")
     prompt, gold = benchmark.prompt(row), benchmark.gold(row)
     if not (isinstance(prompt, str) and isinstance(gold, str)):

@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 VECTORS = ROOT / "tests" / "vectors"
 # what a run imports, also what it imports late
 PRELOADED = ["grpo", "evaluate", "merge_lora", "torch.distributed.run", "matplotlib.pyplot"]
-PRELOADED += ["parts.pages", "parts.benchmarks", "grading.verifier", "grading.sandbox", "grading.math_workers"]
+PRELOADED += ["parts.pages", "parts.benchmarks", "parts.math.reward", "parts.workers"]
 PRELOADED += [f"transformers.models.{name}" for name in ("auto.processing_auto", "qwen2_5_vl.modeling_qwen2_5_vl")]
 # Starting a process also asks for the status of all others. If two threads ask for the same one, both read the same
 # pipe, and one of them takes its end for status 255.

@@ -27,10 +27,9 @@ from common.files import read_jsonl
 from common.records import Completion, Group, Prompt, Rollout
 from config import RewardFlags
 from evaluation.scorer import Scorer
-from grading import math_workers
-from grading.sandbox import WorkerPool
+from grading.calls import call, killable_workers
 from policy import export
-from tests.helpers.marks import slow
+from tests.helpers.marks import needs, slow
 from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL, config, difference, metrics
 from tests.helpers.scripts import ROOT, run_script
@@ -438,12 +437,12 @@ def test_a_file_is_complete_at_all_times(tmp_path, monkeypatch):
 LOCK_HOLDER = """
 import os, pathlib, sys, threading, time
 from common.files import lock_file
-from grading.sandbox import WorkerPool
+from parts.workers import WorkerPool
 lock = lock_file(pathlib.Path(sys.argv[1]), "in use")
 pool, name = WorkerPool(1, [sys.argv[2]]), sys.argv[2]
 worker = pool.idle.get()
 pool.idle.put(worker)
-threading.Thread(target=pool.call, args=(name, 60.0, {})).start()
+threading.Thread(target=pool.call_all, args=(name, 60.0, [{}])).start()
 reader, writer = os.pipe()
 forked = os.fork()
 if forked:
@@ -755,6 +754,8 @@ def test_rows_are_named_by_whatever_is_not_a_number(field):
     assert "(row 7)" in message
 
 
+@needs("parts/math")
+@needs("parts/workers.py")
 def test_a_sigterm_to_all_leaves_the_rewards_alone(tmp_path):
     """torchrun sends SIGTERM to the trainer's whole process group; reward workers ignore the signal.
 
@@ -762,24 +763,23 @@ def test_a_sigterm_to_all_leaves_the_rewards_alone(tmp_path):
     and is not scored as wrong.
     """
     (tmp_path / "r.py").write_text("def fine(completion):\n    return 3\n")
-    pool = WorkerPool(1, [f"{tmp_path}/r.py:fine"])
-    assert pool.call(f"{tmp_path}/r.py:fine", 5.0, {"completion": ""}) == 3
+    pool = killable_workers(1, [f"{tmp_path}/r.py:fine"])
+    assert call(pool, f"{tmp_path}/r.py:fine", 5.0, {"completion": ""}) == 3
     process, pipe = pool.idle.get()
     pool.idle.put((process, pipe))
     process.send_signal(signal.SIGTERM)
-    assert pool.call(f"{tmp_path}/r.py:fine", 5.0, {"completion": ""}) == 3
+    assert call(pool, f"{tmp_path}/r.py:fine", 5.0, {"completion": ""}) == 3
     assert process.poll() is None
     process.kill()
     process.wait()
-    assert pool.call(f"{tmp_path}/r.py:fine", 5.0, {"completion": ""}) == 3
+    assert call(pool, f"{tmp_path}/r.py:fine", 5.0, {"completion": ""}) == 3
 
     def lost(*_):
         raise WorkerLost("its worker process died")
 
-    math_workers._math_workers.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WorkerPool, "call", lost)
-        patch.setattr("evaluation.scorer.check_math", lambda: None)
+        patch.setattr("parts.math.compare._math_equal", lost)
+        patch.setattr("parts.math.reward.check_math", lambda: None)
         scorer = Scorer("math", RewardFlags())
         completion = Rollout(torch.zeros(1), torch.zeros(1), text="<think>a</think><answer>0.5</answer>")
         [[scored]], error = scorer([make_sample("?", "1/2", [], "row")], [[completion]])

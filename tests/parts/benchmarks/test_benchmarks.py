@@ -17,8 +17,12 @@ import pytest
 from PIL import Image
 
 pytest.importorskip("parts.benchmarks", reason="needs parts/benchmarks, which is not here")
+pytest.importorskip("parts.math", reason="needs parts/math, which is not here")
+pytest.importorskip("parts.workers", reason="needs parts/workers.py, which is not here")
+
 
 import evaluate
+import rewards
 from common.errors import UserError
 from common.records import Sample
 from config import VerifierFlags
@@ -26,8 +30,8 @@ from data import load_processor
 from evaluate import Config, read_predictions
 from evaluation import benchmarks
 from evaluation.predictions import format_table
-from grading.answers import answer_part, chosen_letter, extract_choice, math_answers, short_answer, whole_number
-from grading.verifier import ReplyCache, Verifier
+from grading.answers import answer_part, short_answer
+from parts.benchmarks.choices import chosen_letter, extract_choice, whole_number
 from parts.benchmarks.scores import (
     BenchmarkJudge,
     mean_interval,
@@ -46,6 +50,7 @@ from parts.benchmarks.table import (
     normalise_mathvista,
     to_sample,
 )
+from parts.math.verifier import ReplyCache, Verifier
 from policy.model import untie
 from tests.helpers import tiny
 from tests.helpers.rows import make_sample
@@ -226,7 +231,7 @@ def test_math500_by_level():
     ],
 )
 def test_of_prose_the_last_formula_counts(text, answer):
-    assert next(iter(math_answers(text)), None) == answer
+    assert rewards.read_math(text, "?")[0] == answer
 
 
 @pytest.mark.parametrize(
@@ -604,7 +609,7 @@ def test_a_missing_extractor_is_not_replaced_by_the_rule(server, tmp_path, monke
         VISTA | dict(question=f"{i}", answer_type="integer", answer="3", response=f"it is 3 {i}") for i in range(12)
     ]
     flags = dict(benchmark="mathvista", verifier_url=server.url, output=str(tmp_path / "o"))
-    monkeypatch.setattr("grading.verifier.RETRIES", 0)
+    monkeypatch.setattr("parts.math.verifier.RETRIES", 0)
     for bad in (1, 2):
         server.status = [200] * 13
         server.status[1 : 1 + bad] = [500] * bad
@@ -635,7 +640,7 @@ def test_a_judge_for_what_the_rule_does_not_find(server, tmp_path, capsys, monke
     assert scores["score"] == pytest.approx(2 / 3)
     assert scores["scoring"] == "judge judge"
     server.status = 500
-    monkeypatch.setattr("grading.verifier.RETRIES", 0)
+    monkeypatch.setattr("parts.math.verifier.RETRIES", 0)
     flags["judge_cache"] = str(tmp_path / "new.sqlite")
     with pytest.raises(UserError, match="cannot be used"):
         evaluate.main(Config(**flags, verifier_url=server.url, output=str(tmp_path / "o2")))

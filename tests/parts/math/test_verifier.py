@@ -15,6 +15,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+pytest.importorskip("parts.math", reason="needs parts/math, which is not here")
+pytest.importorskip("parts.workers", reason="needs parts/workers.py, which is not here")
+
 import grpo
 import rewards
 import rollout
@@ -23,7 +26,7 @@ from common.files import read_jsonl
 from common.records import Rollout
 from config import RewardFlags, VerifierFlags
 from evaluation.scorer import Scorer
-from grading.verifier import Verifier, judge_messages, make_verifier, parse_url
+from parts.math.verifier import Verifier, judge_messages, make_verifier, parse_url
 from tests.helpers.judge_server import HostileServer, Server
 from tests.helpers.rows import make_sample
 
@@ -33,7 +36,7 @@ QUICK = dict(verifier_timeout=0.5)
 @pytest.fixture(autouse=True)
 def retries(monkeypatch):
     """Return a function that sets the number of retries, which is 1 here."""
-    set_retries = functools.partial(monkeypatch.setattr, "grading.verifier.RETRIES")
+    set_retries = functools.partial(monkeypatch.setattr, "parts.math.verifier.RETRIES")
     set_retries(1)
     return set_retries
 
@@ -109,7 +112,7 @@ def test_no_candidate_can_know_its_own_mark():
 
 
 def test_requests_run_concurrently_and_within_their_bound(server, monkeypatch):
-    monkeypatch.setattr("grading.verifier.CONCURRENCY", 5)
+    monkeypatch.setattr("parts.math.verifier.CONCURRENCY", 5)
     verifier = client(server, verifier_timeout=10)
     server.seconds = 0.2
     with ThreadPoolExecutor(20) as pool:
@@ -252,7 +255,7 @@ def test_the_replies_in_a_cache_are_those_of_one_model(server, tmp_path):
 
 
 def test_a_refusing_verifier_is_given_up_for_the_round(server, monkeypatch):
-    monkeypatch.setattr("grading.verifier.CONCURRENCY", 4)
+    monkeypatch.setattr("parts.math.verifier.CONCURRENCY", 4)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
@@ -405,7 +408,7 @@ def test_a_group_is_scored_with_verdicts_and_without(server):
 def test_each_step_asks_a_verifier_anew_that_was_given_up(server, retries, monkeypatch):
     """Otherwise, a run would have no verdicts any more after a short outage."""
     retries(0)
-    monkeypatch.setattr("grading.verifier.CONCURRENCY", 1)  # it is given up after two failures
+    monkeypatch.setattr("parts.math.verifier.CONCURRENCY", 1)  # it is given up after two failures
     scorer = Scorer("math", RewardFlags(verifier_url=server.url, verifier_model="judge"))
     group = [Rollout(torch.zeros(1), torch.zeros(1), text=think(f"answer {i}")) for i in range(4)]
     for status, want, requests in ((500, math.nan, 2), (200, 1, 4)):

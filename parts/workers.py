@@ -10,7 +10,6 @@ not import the training script. Workers exit when the process that started them 
 
 import contextlib
 import ctypes
-import inspect
 import io
 import multiprocessing.connection as connection
 import os
@@ -26,14 +25,12 @@ from multiprocessing import Pipe
 from typing import Any
 
 from common.errors import CallFailed, CallLost, WorkerLost, describe
-from common.plugins import import_file
+from grading.calls import ROOT, load_function, result_of
 
 BUSY_FACTOR = 60  # on a busy machine, a call that is waiting for a CPU core may take this many times its limit
-ROOT = str(pathlib.Path(__file__).resolve().parent.parent)
 PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent dies
 PLAIN = {"common.errors.CallFailed", "common.errors.CallLost", "PIL.Image.Image", "fractions.Fraction"}  # in a result
 PLAIN |= {"numpy.dtype", "numpy._core.multiarray.scalar"}
-PARAMETERS = f"{pathlib.Path(__file__).resolve()}:parameters"
 
 
 class WorkerPool:
@@ -48,18 +45,11 @@ class WorkerPool:
     def _start(self) -> tuple[subprocess.Popen, connection.Connection]:
         parent_end, child_end = Pipe()
         # -P keeps modules in the working directory from shadowing the project's packages.
-        script = f"import sys; sys.path.insert(0, {ROOT!r}); from grading import sandbox; sandbox.serve(sys.argv[1:])"
+        script = f"import sys; sys.path.insert(0, {ROOT!r}); from parts import workers; workers.serve(sys.argv[1:])"
         command = [sys.executable, "-P", "-c", script, str(child_end.fileno()), *self.names]
         process = subprocess.Popen(command, pass_fds=[child_end.fileno()], stdin=subprocess.DEVNULL)
         child_end.close()
         return process, parent_end
-
-    def call(self, name: str, seconds: float, arguments: dict[str, Any]) -> Any:
-        """Call function `name` with `arguments` and return its result. Raises what `call_all` returns as an error."""
-        (result,) = self.call_all(name, seconds, [arguments])
-        if isinstance(result, CallFailed):
-            raise result
-        return result
 
     def call_all(self, name: str, seconds: float, arguments: list[dict[str, Any]]) -> list[Any]:
         """Call function `name` with each of `arguments`, one after the other in one worker, and return the results.
@@ -107,23 +97,6 @@ def _unpickle(answer: bytes) -> Any:
         return _Unpickler(io.BytesIO(answer)).load()
     except Exception as error:  # noqa: BLE001 - unpickling may raise anything
         return CallFailed(f"its result cannot be unpickled ({describe(error)})")
-
-
-def load_function(name: str) -> Callable:
-    """Import a file and return the function that "file.py:function" names. The file may import its neighbours.
-
-    Raises OSError, SyntaxError, AttributeError, or anything that the file raises while it is imported.
-    """
-    file, _, function = name.rpartition(":")
-    return getattr(import_file(file), function)
-
-
-def parameters(name: str) -> tuple[list[str], list[str], bool]:
-    """Return all parameter names of a function, those without a default, and whether it has `**kwargs`."""
-    found = inspect.signature(load_function(name)).parameters
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = [name for name, p in found.items() if p.default is p.empty and p.kind not in variable]
-    return list(found), required, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.values())
 
 
 # --- in the worker ----------------------------------------------------------------------------------------------------
@@ -187,8 +160,7 @@ def _fork(functions: dict[str, Callable], pipe: connection.Connection) -> tuple[
         except (EOFError, OSError):
             os._exit(0)
         try:
-            value = functions[name](**fields)
-            answer = value.item() if hasattr(value, "item") else value  # NumPy and torch scalars
+            answer = result_of(functions[name], fields)
         except BaseException as error:  # noqa: BLE001 - report any exception of a reward function, even SystemExit
             answer = CallFailed(describe(error))
         try:

@@ -168,6 +168,8 @@ class Verifier:
     If `model` is None, `check` sets it to the server's only model. `cache` is the file that stores the replies.
     """
 
+    threads = CONCURRENCY
+
     def __init__(self, url: str, model: str | None, flags: VerifierFlags, cache: str | None = None):
         url = parse_url(url)
         self.client = make_client(url)

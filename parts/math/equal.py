@@ -1,4 +1,4 @@
-"""Compare two mathematical answers with math-verify. Runs only in the killable processes of `sandbox.py`.
+"""Compare two mathematical answers with math-verify. Runs only in the killable processes of parts/workers.py.
 
 math-verify's own time limit is turned off, because it needs SIGALRM in the main thread and cannot interrupt a long
 multiplication. Evaluating an answer such as `9^{9^{9}}` would take forever, so the caller kills the process.
@@ -13,9 +13,9 @@ from latex2sympy2_extended.math_normalization import NormalizationConfig
 from math_verify import LatexExtractionConfig, grader, parse, verify
 from sympy import Basic, Float, MatrixBase
 
-from grading.answers import count_words
-from grading.notation import RELATION, joined_numbers, normalise, solution_set, without_names
-from grading.units import split_unit
+from parts.math.answers import count_words
+from parts.math.notation import RELATION, joined_numbers, normalise, solution_set, without_names
+from parts.math.units import split_unit
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns about every answer that it cannot parse
 MAX_MEMORY = 4 * 2**30  # bytes of data that a call may allocate

@@ -1,31 +1,32 @@
-"""Math answers, compared in processes that can be killed. `math_equal.py` runs in them."""
+"""Math answers, compared in processes that can be killed. `equal.py` runs in them."""
 
 import functools
 import os
 import pathlib
 import threading
+from typing import Any
 
 from common.errors import CallFailed, UserError, WorkerLost
 from grading.answers import balanced
-from grading.sandbox import WorkerPool
+from grading.calls import call, killable_workers
 
 MATH_TIMEOUT = 1.0  # seconds; an ordinary comparison takes milliseconds
-MATH_EQUAL = f"{pathlib.Path(__file__).resolve().parent}/math_equal.py:math_equal"
+MATH_EQUAL = f"{pathlib.Path(__file__).resolve().parent}/equal.py:math_equal"
 _worker_pool_lock = threading.Lock()
 
 
 @functools.cache
-def _math_workers() -> WorkerPool:
+def _math_workers() -> Any:
     """Start the processes that compare answers. The CPU cores are divided among this machine's training processes."""
     cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return WorkerPool(min(max(cores, 1), 8), [MATH_EQUAL])
+    return killable_workers(min(max(cores, 1), 8), [MATH_EQUAL])
 
 
 def _math_equal(candidate: str, gold: str, seconds: float) -> bool:
-    """Call `math_equal` in a worker. Raises the same errors as `WorkerPool.call`."""
+    """Call `math_equal` in a worker. Raises the same errors as `calls.call`."""
     with _worker_pool_lock:  # of many threads, only the first starts the workers
         workers = _math_workers()
-    return workers.call(MATH_EQUAL, seconds, {"candidate": candidate, "gold": gold})
+    return call(workers, MATH_EQUAL, seconds, {"candidate": candidate, "gold": gold})
 
 
 def check_math() -> None:
