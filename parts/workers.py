@@ -70,8 +70,7 @@ class WorkerPool:
         try:
             pipe.send(message)
             while not pipe.poll(1.0):
-                # Another process may hold the other end of the pipe open, and a call may have stopped the worker.
-                if process.poll() is not None or _process_state(process.pid) == "T":
+                if process.poll() is not None or _process_state(process.pid) == "T":  # it died, or a call stopped it
                     raise EOFError
             return pipe.recv()
         except (EOFError, OSError, pickle.UnpicklingError):

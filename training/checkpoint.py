@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from common import cli, console, distributed
 from common.console import hide_credentials
-from common.errors import RunStopped, UserError
+from common.errors import RunStopped, UserError, require
 from common.parts import extra
 from config import PolicyFlags, RunFlags
 from policy.export import export
@@ -53,7 +53,6 @@ ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "lora_experts", "adapter", "load_
 POLICY_SETTINGS = ("model", "train_vision", "train_router", *ADAPTER_SETTINGS)
 UPDATE_SETTINGS = ("prompts_per_update", "num_iterations", "loss_type", "reward", "env")
 MUST_MATCH = ROW_SETTINGS + POLICY_SETTINGS + UPDATE_SETTINGS
-PROGRESS = {"step", "eval_due", "collector", "updater", "config", "parts"}  # what state.json has
 IN_FLIGHT = "in_flight.pt"  # the prompts of partial rollouts that are not trained on yet
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # frozen weights come from the starting model
 WRITING_THREADS = 8  # each holds one tensor at a time in host memory
@@ -87,7 +86,7 @@ class Saver:
         """Write checkpoint-STEP in the background, or before returning if `wait`.
 
         Does nothing if the checkpoint already exists. `tensors` are `state_tensors`; `state` holds "step" and
-        everything else that `read_state` should return. All processes must call this together. An error is printed and
+        everything else, as `read_progress` returns it. All processes must call this together. An error is printed and
         sets `save_failed`, but does not prevent later saves.
         """
         self.wait()
@@ -307,39 +306,20 @@ def reading(folder: Path) -> Iterator[None]:
         raise
     except (Exception, CheckpointException) as error:  # noqa: BLE001 - its files may hold anything
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[-1][:160]
-        how = "use the flags of the run that saved it or, if it is damaged, restore it, or delete it"
-        raise UserError(f"{folder} cannot be loaded into this model ({reason}): {how}") from None
+        how = "use the flags and the version of the run that saved it or, if it is damaged, restore it, or delete it"
+        raise UserError(f"{folder} cannot be loaded into this run ({reason}): {how}") from None
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
     """Return `state.json`. Raises UserError if it has another form than a checkpoint of this version."""
-    settings = {field.name for field in fields(PolicyFlags)}
-    try:
+    with reading(folder):
         state = json.loads((folder / "state.json").read_text())
-        config, collector, updater = (state[name] for name in ("config", "collector", "updater"))
-        is_one = state.keys() >= PROGRESS and config.keys() >= settings
+        config, collector, updater, _ = (state[name] for name in ("config", "collector", "updater", "parts"))
+        is_one = config.keys() >= {field.name for field in fields(PolicyFlags)}
         counts = (state["step"], collector["position"], updater["num_updates"], updater["skipped"])
-        is_one &= all(type(count) is int and count >= 0 for count in counts)
         numbers = (config["learning_rate"], *collector["lengths"].values(), *updater["norms"])
-        is_one &= all(isinstance(number, int | float) for number in numbers)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        is_one = False
-    if not is_one:
-        why = "is damaged, or of another version: restore it, use that version"
-        raise UserError(f"{folder} {why}, or choose a new --output without --resume")
-    return state
-
-
-def read_state(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return what the checkpoint in `folder` holds besides trained parameters, moments and random states.
-
-    Settings that differ from `config` are printed. Those in `MUST_MATCH` are refused.
-    """
-    state = read_progress(folder)
-    _check_settings(folder, state["config"], json.loads(hide_credentials(json.dumps(config))))
-    if (folder / IN_FLIGHT).is_file():
-        with reading(folder):
-            state["collector"]["in_flight"] = torch.load(folder / IN_FLIGHT, weights_only=True)
+        is_one &= type(state["eval_due"]) is bool and all(type(count) is int and count >= 0 for count in counts)
+        require(is_one and all(isinstance(number, int | float) for number in numbers), "it is of another version")
     return state
 
 
@@ -389,8 +369,9 @@ def _make_state(folder: Path, policy: Policy, optimizers: Optimizers) -> None:
         entry.setdefault(path[-1])  # None if it is not a tensor
 
 
-def _check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Print the settings that have changed. Raise UserError if one of them must not change."""
+def check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Print the settings that have changed. Raise UserError if one of them, in `MUST_MATCH`, must not change."""
+    new = json.loads(hide_credentials(json.dumps(new)))
     ignored = {field.name for field in fields(RunFlags)} - {"eval_data", "eval_every"}
     changes = {
         name: f"{name} was {old.get(name)}, is {value}"

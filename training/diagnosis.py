@@ -2,7 +2,6 @@
 
 import math
 import sys
-from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
@@ -89,18 +88,12 @@ def problems(history: list[dict[str, Any]], example: str = "see completions.html
 def all_problems(history: list[dict[str, Any]]) -> dict[str, str]:
     """Return each problem that there was after any step, as it was when it first appeared."""
     found: dict[str, str] = {}
-    rows: list[dict[str, Any]] = []  # the first, the last and the best: later problems depend on no others
+    rows: list[dict[str, Any]] = []  # the first and the last, and those with held-out scores: no others matter
     for row in history:
         rows.append(row)
         found = problems(rows) | found
-        steps = [row for row in rows if row.get("reward") is not None]
-        scored = [row for row in rows if row.get("eval/exact_match", row.get("eval/loss")) is not None]
-        needed = steps[:FIRST] + steps[-FALLEN:] + rows[-RECENT:] + scored[:2] + scored[-2:]
-        for name, best in (("eval/exact_match", max), ("eval/reward", max), ("eval/loss", min)):
-            if later := [row for row in scored[1:] if row.get(name) is not None]:
-                needed.append(best(later, key=itemgetter(name)))
-        ids = set(map(id, needed))
-        rows = [row for row in rows if id(row) in ids]
+        if len(rows) > 4 * FALLEN and not any(name.startswith("eval/") for name in rows[-2 * FALLEN]):
+            del rows[-2 * FALLEN]  # more than FALLEN stay at either end, as a step may have no reward
     return found
 
 

@@ -27,7 +27,7 @@ from policy.optimizer import make_optimizers
 from policy.sharding import AFTER_UPDATE, apply_fsdp, load_reference, load_teacher
 from rollout import ENGINES, Engine, check_engine_available, choose_engine, make_engine
 from sampling.episodes import max_images_seen
-from training.checkpoint import Saver, check_parts, is_same_setting, load_checkpoint, read_progress, read_state, reading
+from training import checkpoint
 from training.collect import Collector
 from training.loop import Evaluate, Loop, Run, load_state
 from training.metrics import Clock
@@ -57,7 +57,7 @@ def start(
     sampler starts before the policy is moved to the GPUs, because vLLM measures the free memory. The micro-batches are
     sized once the models are in place; what the optimizer will take is computed. The output folder is changed last,
     after all checks have passed. A resumed run gets the tensors and random states of its checkpoint from
-    `load_checkpoint`, and everything else (position in the data, schedule, …) from `restore`.
+    `load_checkpoint`, and everything else (position in the data, schedule, …) from `load_state`.
     """
     device = distributed.start()
     if cfg.engine:
@@ -71,29 +71,29 @@ def start(
     choose_learning_rate(cfg, resume)
     stream, eval_samples, scorer, limits = (read or check_inputs)(cfg)
     state = check_state(cfg, stream, resume) if resume.checkpoint else {}
-    policy, reference, teacher, engine, micro_batch_tokens = load_models(cfg, stream.processor, limits, device)
+    policy, reference, teacher, engine, tokens = load_models(cfg, stream.processor, limits, device)
     if device.type == "cuda" and "OMP_NUM_THREADS" not in os.environ:
         # As under torchrun. With a thread for each core, packing a micro-batch took 67 ms on a busy host (docs/log.md).
         # Not earlier, since loading uses all cores, and not later, since torch.compile would compile everything anew.
         torch.set_num_threads(1)
     clock = Clock()
     interrupted: list[int] = []  # shared by the owners, as the clock is
-    has_in_flight = bool(state and state["collector"].get("in_flight"))
-    make = make or functools.partial(make_collector, has_in_flight=has_in_flight)
+    make = make or functools.partial(make_collector, has_in_flight="in_flight" in state.get("collector", {}))
     collector = make(cfg, stream, engine, scorer, clock, interrupted)
     optimizers = make_optimizers(policy, cfg, collector.total_steps * cfg.updates_per_step)
     torch.manual_seed(cfg.seed + distributed.rank())  # for dropout; a checkpoint restores its own random state
     resumed_step = state["step"] if resume.continues_output else None
-    checkpoints = Saver(folder, resumed_step)
-    before_change = checkpoints.wait_until_read
-    updater = Updater(cfg, policy, reference, optimizers, micro_batch_tokens, clock, interrupted, before_change)
-    loop = Loop(checkpoints, eval_samples, interrupted, evaluate)
+    saver = checkpoint.Saver(folder, resumed_step)
+    updater = Updater(cfg, policy, reference, optimizers, tokens, clock, interrupted, saver.wait_until_read)
+    loop = Loop(saver, eval_samples, interrupted, evaluate)
     run = Run(cfg, policy, reference, teacher, collector, updater, loop)
     if resume.checkpoint:
-        with reading(resume.checkpoint):
-            check_parts(resume.checkpoint, state, policy, optimizers)
-            load_checkpoint(resume.checkpoint, policy, reference, optimizers)
-            restore(run, state)
+        with checkpoint.reading(resume.checkpoint):
+            checkpoint.check_parts(resume.checkpoint, state, policy, optimizers)
+            checkpoint.load_checkpoint(resume.checkpoint, policy, reference, optimizers)
+            load_state(run, state)
+            has_same_rows = checkpoint.is_same_setting(state["config"]["eval_data"], cfg.eval_data)
+            loop.eval_due = bool(eval_samples) and (loop.eval_due or not has_same_rows)  # others have no score yet
     run.log = prepare_output(cfg, folder, resumed_step, collector)
     return run
 
@@ -112,7 +112,7 @@ def choose_learning_rate(cfg: Config, resume: ResumePlan) -> None:
     full_rate, adapter_rate = cfg.default_rates
     cfg.learning_rate, why = full_rate, "the default for all weights"
     if resume.checkpoint:
-        cfg.learning_rate = read_progress(resume.checkpoint)["config"]["learning_rate"]
+        cfg.learning_rate = checkpoint.read_progress(resume.checkpoint)["config"]["learning_rate"]
         why = "that of the run so far"
     elif cfg.has_adapter:
         cfg.learning_rate, why = adapter_rate, "the default for an adapter"
@@ -176,13 +176,16 @@ def hold_out(samples: list[Sample], fraction: float, seed: int) -> tuple[list[Sa
 
 
 def check_state(cfg: Config, stream: PromptStream, resume: ResumePlan) -> dict[str, Any]:
-    """Return the state of the checkpoint to resume from.
+    """Return the state of the checkpoint to resume from, but for its tensors and random states.
 
-    Raises UserError if the run, or these completions, cannot continue with the flags `cfg`.
+    Raises UserError if the run, or its prompts in flight, cannot continue with the flags `cfg`.
     """
-    state = read_state(resume.checkpoint, asdict(cfg) | stream.fingerprint)
-    if in_flight := state["collector"].get("in_flight"):
-        with reading(resume.checkpoint):
+    folder = resume.checkpoint
+    with checkpoint.reading(folder):
+        state = checkpoint.read_progress(folder)
+        checkpoint.check_settings(folder, state["config"], asdict(cfg) | stream.fingerprint)
+        if (path := folder / checkpoint.IN_FLIGHT).is_file():
+            state["collector"]["in_flight"] = in_flight = torch.load(path, weights_only=True)
             check_lengths(in_flight, cfg.max_completion_length)
             check_in_flight(cfg, state["config"])
     return state
@@ -204,7 +207,7 @@ def check_in_flight(cfg: Config, saved: dict[str, Any]) -> None:
         raise UserError(f"{need} no --env, {then}")
     new = json.loads(json.dumps(asdict(cfg)))  # lists where there are tuples, as in what was saved
     for name in PROMPT_FORMAT:
-        if not is_same_setting(saved[name], new[name]):
+        if not checkpoint.is_same_setting(saved[name], new[name]):
             raise UserError(f"{need} --{name} as it was ({saved[name] or 'left out'}), {then}")
 
 
@@ -256,11 +259,3 @@ def prepare_output(cfg: Config, folder: RunFolder, resumed_step: int | None, col
             settings_folder(cfg.model, cfg.output, keep=True)
     config, decode = asdict(cfg) | {"total_steps": collector.total_steps}, collector.stream.processor.tokenizer.decode
     return RunLog(cfg.output, config, resumed_step, decode)
-
-
-def restore(run: Run, state: dict[str, Any]) -> None:
-    """Continue `run` from the `state` of a checkpoint; see `check_state`."""
-    load_state(run, state)
-    if not is_same_setting(state["config"]["eval_data"], run.cfg.eval_data):  # other rows have no score yet
-        run.loop.eval_due = True
-    run.loop.eval_due &= bool(run.loop.eval_samples)  # the resumed command may have no --eval_data

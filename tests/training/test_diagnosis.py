@@ -192,11 +192,14 @@ def test_old_or_damaged_metrics_do_no_harm():
 
 
 def test_the_problems_of_a_long_run_are_found_without_reading_all_its_rows_at_each_step():
-    draw, chosen = random.Random(0), {"reward": [None, 0, 0.1, 1], "frac_reward_zero_std": [1, 1, 0.5], LENGTH: [1, 30]}
+    draw, chosen = (
+        random.Random(0),
+        {"reward": [None, 0, 0.1, 0.2, 0.3, 0.4, 1], "frac_reward_zero_std": [1, 1, 0.5], LENGTH: [1, 30]},
+    )
     chosen |= {"eval/exact_match": [None, 0, 0.1, 0.9], "eval/reward": [0, -1, 1], "entropy": [0, 0, 1]}
     for _ in range(50):
-        rows = [{"step": step} | {name: draw.choice(values) for name, values in chosen.items()} for step in range(50)]
-        rows = [{name: value for name, value in row.items() if name == "step" or draw.random() < 0.9} for row in rows]
+        rows = [{"step": step} | {name: draw.choice(values) for name, values in chosen.items()} for step in range(90)]
+        rows = [{name: value for name, value in row.items() if name == "step" or draw.random() < 0.95} for row in rows]
         at_each_step = [problems(rows[:steps]) for steps in range(len(rows), 0, -1)]
         assert all_problems(rows) == {name: line for found in at_each_step for name, line in found.items()}
     start = time.perf_counter()

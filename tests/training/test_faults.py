@@ -219,7 +219,7 @@ def test_without_a_learning_rate_the_run_says_which_it_takes(flags, said, saved,
 
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(saved, tiny_model, shapes, tmp_path):
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, train_vision=True))
-    folder, line = saved / "checkpoint-4", r"checkpoint-4 cannot be loaded into this model \(.*\): use the flags"
+    folder, line = saved / "checkpoint-4", r"checkpoint-4 cannot be loaded into this run \(.*\): use the flags"
     with pytest.raises(UserError, match=line), checkpoint.reading(folder):
         checkpoint.load_checkpoint(folder, run.policy, None, run.updater.optimizers)
 
