@@ -4,8 +4,7 @@
     python data.py show --row 3 --task vqa --data train.jsonl    # the prompt as the model gets it
 
 Rows are read in `inputs/rows.py`. Images are checked and decoded in `inputs/images.py`. `training/prompt_stream.py`
-decides the order in which the rows are used. Every row is checked before a model is loaded. `convert` writes a data set
-of any supported format as EasyR1 JSONL.
+decides the order in which the rows are used. Every row is checked before a model is loaded.
 
 The sampler and the trainer use the same image tokens. The sampler gets a prompt with one placeholder for each image.
 The trainer gets the same prompt with each image expanded to its tokens.
@@ -17,25 +16,21 @@ import copy
 import functools
 import hashlib
 import json
-import pathlib
 import re
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import jinja2
 import torch
 import transformers
-import tyro
 from PIL import Image
 from torch import Tensor
 
 import rewards
 from common import cli, console, distributed
 from common.errors import UserError
-from common.files import partial_path
 from common.records import TAG, AnyPath, Cell, ImageSource, Prompt, Sample, Turn
 from common.templates import (
     answer_end,
@@ -45,11 +40,10 @@ from common.templates import (
     template_variables,
     write_chat,
 )
-from config import Columns, DataFlags, RowFlags, with_recipe
-from config import Config as RunConfig
+from config import Columns, DataFlags
 from inputs.environment import RunEnvironment, find_environment
-from inputs.images import allow_megapixels, check_image, decode_image, fit_image, read_source
-from inputs.rows import Problem, data_sets, easyr1_row, read_rows, save_images, write_parquet
+from inputs.images import allow_megapixels, check_image, fit_image, read_source
+from inputs.rows import Problem, data_sets, read_rows
 from policy.base_files import reading
 from policy.families import Family, ImageLimits, ImagePreparation, ImageProcessor, find_family, load_preprocessors
 from policy.model import read_config
@@ -356,7 +350,7 @@ def validate_rows(
     must call this together; each checks a shard of the rows.
     """
     image_sizes: dict[str, tuple[int, int]] = {}
-    check = functools.partial(_check_row, task, processor, max_prompt_length, image_sizes)
+    check = functools.partial(check_row, task, processor, max_prompt_length, image_sizes)
     local_rows = distributed.shard(rows)
     with ThreadPoolExecutor() as pool:  # image decoding releases the GIL
         checks = pool.map(check, local_rows)
@@ -400,7 +394,7 @@ def summarise(problems: list[str], what: str) -> str:
     return f"{len(problems)} {what}: " + "; ".join(problems[:5]) + more
 
 
-def _check_row(
+def check_row(
     task: str | None, processor: Processor | None, max_length: int | None, image_sizes: dict, row: Sample | Problem
 ) -> tuple[str | None, str, int]:
     """Return why the row cannot be used (None if it can), its key, and its number of prompt tokens.
@@ -458,100 +452,14 @@ def _checked_length(sample: Sample, processor: Processor, max_length: int | None
     return length
 
 
-# --- command ----------------------------------------------------------------------------------------------------------
+# --- commands: parts/convert.py ---------------------------------------------------------------------------------------
 
 
-@dataclass
-class Config(RowFlags):
-    """Write a data set of any supported format as EasyR1 JSONL or Parquet. `data.py show --help`: print a prompt."""
+def main(_: object) -> None:
+    from parts.convert import launch
 
-    command: tyro.conf.Positional[Literal["convert"]]
-    """The command to run."""
-    input_jsonl: str
-    """Data set, in any format that training accepts: VQA-RAD conversations, a parquet file, a ZIP, a hub name, ..."""
-    output_jsonl: str
-    """The file to write, NAME.jsonl or NAME.parquet. Parquet holds the images; for JSONL, those that are not files on
-    disk are saved in a folder next to it."""
-    task: str | None = None
-    """Check that the gold answers suit this task; by default, only check that they are not empty."""
-    overwrite: bool = False
-    """Replace `output_jsonl` if it exists."""
-
-    def __post_init__(self) -> None:
-        self.check_rows()
-
-
-def convert(cfg: Config) -> int:
-    """Write a data set as EasyR1 JSONL or Parquet and return the number of rows.
-
-    The output file appears only when it is complete.
-    """
-    output = pathlib.Path(cfg.output_jsonl)
-    if output.suffix not in (".jsonl", ".parquet"):
-        raise UserError(f"--output_jsonl {cfg.output_jsonl!r}: the name must end in .jsonl or .parquet")
-    if output.exists() and not cfg.overwrite:
-        raise UserError(f"{cfg.output_jsonl!r} already exists: choose another --output_jsonl or pass --overwrite")
-    if output.exists() and not output.is_file():
-        raise UserError(f"{cfg.output_jsonl!r} is not a file: choose another --output_jsonl")
-    allow_megapixels(cfg.max_megapixels)
-    rows = load_samples(cfg.input_jsonl, cfg.task, cfg.image_dir, columns=cfg.columns, skip_bad_rows=cfg.skip_bad_rows)
-    partial = partial_path(output)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        bar = console.progress(rows, "writing", unit="row")
-        if output.suffix == ".parquet":
-            write_parquet(bar, partial)
-        else:
-            with partial.open("w", encoding="utf-8", errors="replace") as file:
-                for sample in bar:
-                    row = easyr1_row(sample, save_images(sample, output))
-                    file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
-        partial.rename(output)
-    except OSError as error:
-        raise UserError(f"cannot write {cfg.output_jsonl!r} ({error})") from None
-    finally:
-        if partial.is_file():
-            partial.unlink()
-    return len(rows)
-
-
-@dataclass(kw_only=True)
-class ShowFlags(RunConfig):
-    """Print the prompt of a row as the model gets it, with the flags of grpo.py."""
-
-    command: tyro.conf.Positional[Literal["show"]]
-    """The command to run."""
-    row: int
-    """Number of the row in its file, as messages give it (docs/data.md)."""
-
-
-def show(cfg: ShowFlags) -> str:
-    """Return the prompt of a row: its images, tokens and text. Raises UserError if there is no such usable row."""
-    allow_megapixels(cfg.max_megapixels)
-    processor = processor_for(cfg)
-    rows = list(read_rows(cfg.data, cfg.image_dir, cfg.columns))
-    row = next((row for row in rows if row.source.endswith(f" row {cfg.row}")), None)
-    if row is None:
-        known = " to ".join(each.source for each in rows[:1] + rows[-1:])
-        raise UserError(f"--row {cfg.row}: the rows of {cfg.data} are {known or 'none'}")
-    problem, *_ = _check_row(None, processor, cfg.max_prompt_length, {}, row)
-    if isinstance(row, Problem) or problem:
-        raise UserError(f"{row.source}: {problem}")
-    prompt = encode_prompt(row, processor)
-    lines = [f"{row.source}, answer {row.answer!r}, template {cfg.template or f'of --task {cfg.task}'}"]
-    for number, (source, image) in enumerate(zip(row.images, prompt.images), 1):
-        before, count = decode_image(source), processor.preparation.count(image.height, image.width)
-        size = f"{image.width}x{image.height}, {count} tokens"
-        lines.append(f"image {number}: {before.width}x{before.height}, resized to {size}")
-    lines.append(f"{len(prompt.ids)} tokens; with one for each image: {' '.join(map(str, prompt.engine_ids))}")
-    return "\n".join([*lines, processor.tokenizer.decode(prompt.engine_ids)])
-
-
-def main(cfg: Any) -> None:
-    print(show(cfg) if cfg.command == "show" else f"{cfg.output_jsonl}: {convert(cfg)} rows")
+    launch()
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["show"]:
-        cli.launch("data", ShowFlags, with_recipe)
-    cli.launch("data")
+    cli.run(main, None)

@@ -12,9 +12,10 @@ from PIL import Image, ImageOps
 
 import evaluate
 from common.errors import UserError
-from data import ShowFlags, encode_prompt, load_processor, load_samples, show
+from data import encode_prompt, load_processor, load_samples
 from grpo import Config
 from inputs.images import check_image, decode_image, fit_image, fitted_size
+from tests.helpers.marks import needs
 from tests.helpers.rows import make_sample
 from tests.helpers.scripts import VECTORS
 from training.prompt_stream import row_at
@@ -431,6 +432,7 @@ def zipped(path: pathlib.Path, prefix: str = "", **extra: bytes) -> str:
     return str(path)
 
 
+@needs("parts/formats")
 @pytest.mark.parametrize("prefix", ["", "my data/"])
 def test_a_zip_is_read_where_it_is(tmp_path, prefix, tiny_model):
     path = zipped(tmp_path / "d.zip", prefix)
@@ -440,6 +442,7 @@ def test_a_zip_is_read_where_it_is(tmp_path, prefix, tiny_model):
     assert [p.name for p in tmp_path.iterdir()] == ["d.zip"], "the ZIP must not be unpacked"
 
 
+@needs("parts/formats")
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "..\\x", "C:/x"])
 def test_a_zip_with_a_path_that_leaves_its_folder_is_refused(tmp_path, name):
     with pytest.raises(UserError, match="points outside the ZIP"):
@@ -447,6 +450,7 @@ def test_a_zip_with_a_path_that_leaves_its_folder_is_refused(tmp_path, name):
     assert [p.name for p in tmp_path.iterdir()] == ["d.zip"]
 
 
+@needs("parts/formats")
 def test_a_zip_with_a_link_is_refused(tmp_path):
     path = zipped(tmp_path / "d.zip")
     with zipfile.ZipFile(path, "a") as archive:
@@ -457,6 +461,7 @@ def test_a_zip_with_a_link_is_refused(tmp_path):
         load_samples(path, "count")
 
 
+@needs("parts/formats")
 def test_a_zip_with_a_name_that_is_not_utf8_is_refused(tmp_path):
     path = pathlib.Path(zipped(tmp_path / "d.zip", **{"images/é.png": b"x"}))
     path.write_bytes(path.read_bytes().replace("é".encode(), b"\xff\xff"))
@@ -464,6 +469,7 @@ def test_a_zip_with_a_name_that_is_not_utf8_is_refused(tmp_path):
         load_samples(str(path), "count")
 
 
+@needs("parts/formats")
 def test_an_encrypted_zip_is_refused(tmp_path):
     zipped(tmp_path / "d.zip")
     for name, message in (("main.csv", "cannot read .* is encrypted"), ("images/1.png", "row 2: .* is encrypted")):
@@ -478,6 +484,7 @@ def test_an_encrypted_zip_is_refused(tmp_path):
             load_samples(f"{tmp_path}/{name[:4]}.zip", "count")
 
 
+@needs("parts/formats")
 def test_other_broken_zips(tmp_path):
     (tmp_path / "a.zip").write_bytes(b"PK nonsense")
     with pytest.raises(UserError, match="not a readable ZIP"):
@@ -507,30 +514,3 @@ def test_the_stream_goes_through_every_row_each_epoch_in_a_new_order():
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
     assert first != [row_at(index, 10, seed=4) for index in range(10)]
-
-
-def test_a_prompt_is_shown_as_the_model_gets_it(tiny_model, tmp_path):
-    """The two images have different sizes, and their order is that of their tags."""
-    Image.new("RGB", (112, 56)).save(tmp_path / "wide.png")
-    Image.new("RGB", (56, 70)).save(tmp_path / "small.png")
-    good = {"prompt": "<image> or <image>?", "answer": "a", "images": ["wide.png", "small.png"]}
-    bad = {"prompt": "Which?", "answer": "a", "images": ["gone.png"]}
-    (tmp_path / "rows.jsonl").write_text("\n" + json.dumps(good) + "\n" + json.dumps(bad) + "\n")
-    (tmp_path / "own.jinja").write_text("Look: {{ content }}")
-    flags = dict(command="show", model=tiny_model, data=f"{tmp_path}/rows.jsonl", task="vqa")
-    small = dict(min_pixels=0, max_pixels=2 * 28 * 28)
-    lines = show(ShowFlags(**flags, **small, row=2, template=f"{tmp_path}/own.jinja")).splitlines()
-    assert lines[0] == f"{tmp_path}/rows.jsonl row 2, answer 'a', template {tmp_path}/own.jinja"
-    assert lines[1:3] == ["image 1: 112x56, resized to 56x28, 2 tokens", "image 2: 56x70, resized to 28x28, 1 tokens"]
-    processor = load_processor(tiny_model, "vqa", f"{tmp_path}/own.jinja", **small)
-    prompt = encode_prompt(load_samples(f"{tmp_path}/rows.jsonl", "vqa", skip_bad_rows=True)[0], processor)
-    count, ids = lines[3].split(" tokens; with one for each image: ")
-    assert int(count) == len(prompt.ids) == len(ids.split()) + 1 and ids == " ".join(map(str, prompt.engine_ids))
-    image = "<|vision_start|><|image_pad|><|vision_end|>"
-    expected = f"<|im_start|>user\nLook: {image} or {image}?<|im_end|>\n<|im_start|>assistant\n"
-    assert "\n".join(lines[4:]) + "\n" == expected
-    assert "template of --task vqa" in show(ShowFlags(**flags, row=2))
-    with pytest.raises(UserError, match=r"--row 1: the rows of \S+ are \S+ row 2 to \S+ row 3$"):
-        show(ShowFlags(**flags, row=1))
-    with pytest.raises(UserError, match=r"rows.jsonl row 3: no image at .*gone.png"):
-        show(ShowFlags(**flags, row=3))

@@ -18,6 +18,7 @@ from data import encode_prompt, load_processor, load_samples
 from evaluation.held_out import judge_task
 from evaluation.scorer import Scorer
 from inputs.images import decode_image
+from tests.helpers.marks import needs
 from tests.helpers.scripts import ROOT, VECTORS
 from training.prompt_stream import PromptStream
 
@@ -206,10 +207,14 @@ def test_every_turn_is_checked_and_tells_rows_apart(tiny_model, folder, capsys):
     assert digests[0] == digests[2] != digests[1]
 
 
+@needs("parts/convert.py")
+@needs("parts/formats")
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_several_turns_are_converted(folder, suffix):
+    from parts import convert
+
     source = written(folder, [{"prompt": CHAT, "answer": "1", **IMAGES}])
-    data.convert(data.Config("convert", source, str(folder / f"out.{suffix}")))
+    convert.convert(convert.Config("convert", source, str(folder / f"out.{suffix}")))
     (before,), (after,) = load_samples(source, None), load_samples(str(folder / f"out.{suffix}"), None)
     assert (before.texts, before.answer, before.system) == (after.texts, after.answer, after.system)
     first, second = ([decode_image(image).tobytes() for image in sample.images] for sample in (before, after))

@@ -461,9 +461,12 @@ def test_an_evaluation_resumes_only_with_the_same_turns(run, shapes):
     assert "env" in {name for name, value in key(env="over", max_turns=3).items() if value != one[name]}
 
 
+@needs("parts/convert.py")
 def test_show_prints_a_prompt_with_the_tools_of_its_environment(tiny_model, shapes):
+    from parts import convert
+
     flags = dict(command="show", row=2, model=tiny_model, data=shapes, max_prompt_length=900)
-    with_tool, without = (data.show(data.ShowFlags(**flags, env=env)) for env in ("zoom", None))
+    with_tool, without = (convert.show(convert.ShowFlags(**flags, env=env)) for env in ("zoom", None))
     assert '"name": "zoom"' in with_tool and "<tool_call>" in with_tool and "<tool" not in without
 
 

@@ -13,7 +13,8 @@ from common.errors import UserError
 from common.records import TAG, ImageSource, Sample
 from config import DataFlags
 from inputs.images import allow_megapixels, check_image, decode_image, fitted_size, read_source
-from inputs.rows import Problem, open_zip, read_rows
+from inputs.rows import Problem, read_rows
+from parts.formats import open_zip
 from rewards import gold_problem
 
 FUNCTIONS = [f"{pathlib.Path(__file__).resolve()}:{name}" for name in ("inspect_zip", "draw_thumbnail", "to_png")]
@@ -68,7 +69,7 @@ def inspect_zip(path: str, name: str, max_megapixels: float) -> dict[str, object
     rows, problems = 0, []
     image_problems: dict[str, str | None] = {}
     try:
-        table = open_zip(pathlib.Path(path)) / "main.csv"
+        table = open_zip(pathlib.Path(path))[0] / "main.csv"
         size = table.root.getinfo(table.at).file_size
         if size > MAX_TABLE_BYTES:
             raise UserError(f"main.csv has {size / 1e6:.0f} MB; at most {MAX_TABLE_BYTES / 1e6:.0f} MB are allowed")

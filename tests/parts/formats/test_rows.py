@@ -25,13 +25,16 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-import data
+pytest.importorskip("parts.formats", reason="needs parts/formats, which is not here")
+pytest.importorskip("parts.convert", reason="needs parts/convert.py, which is not here")
+
 from common.errors import UserError
 from common.records import Sample
 from config import Columns
 from data import encode_prompt, load_processor, load_samples
 from inputs.images import check_image, decode_image, fitted_size
 from inputs.rows import Cell, raw_rows
+from parts import convert
 from tests.helpers.scripts import ROOT, VECTORS, run_script
 from training.prompt_stream import row_at
 
@@ -777,7 +780,7 @@ def test_sft_rows_are_read_and_converted(folder, row):
     source = jsonl(folder / "sft.jsonl", row | {"images": ["images/0.png"]})
     (sample,) = load_samples(source, "vqa")
     assert (sample.prompt, sample.answer, len(sample.images)) == ("<image>red?", "yes", 1)
-    data.convert(data.Config("convert", source, str(folder / "easyr1.jsonl")))
+    convert.convert(convert.Config("convert", source, str(folder / "easyr1.jsonl")))
     assert json.loads((folder / "easyr1.jsonl").read_text())["answer"] == "yes"
 
 
@@ -827,7 +830,7 @@ def test_published_rows_are_read_as_they_are_meant(name, folder):
     source = str(VECTORS / "rows" / f"{name}.jsonl")
     samples = load_samples(source, "math")
     assert [as_read(sample) for sample in samples] == PUBLISHED[name]
-    data.convert(data.Config("convert", source, str(folder / "easyr1.jsonl"), task="vqa"))
+    convert.convert(convert.Config("convert", source, str(folder / "easyr1.jsonl"), task="vqa"))
     again = load_samples(str(folder / "easyr1.jsonl"), "vqa")
     assert all(same(a, b) for a, b in zip(samples, again, strict=True))
 
@@ -1231,13 +1234,13 @@ def same(a: Sample, b: Sample) -> bool:
 
 def test_convert_keeps_columns_that_the_first_row_lacks(folder):
     rows = {"prompt": "p", "answer": "1"}, {"prompt": "q", "answer": "2", "system": "Be brief.", "level": 3}
-    data.convert(data.Config("convert", jsonl(folder / "h.jsonl", *rows), str(folder / "h.parquet")))
+    convert.convert(convert.Config("convert", jsonl(folder / "h.jsonl", *rows), str(folder / "h.parquet")))
     first, second = load_samples(str(folder / "h.parquet"), None)
     assert (first.system, second.system, second.fields["level"]) == (None, "Be brief.", 3)
     for value in (2**70, "\ud83d"):
         wide = jsonl(folder / "wide.jsonl", rows[0] | {"extra": value})
         with pytest.raises(UserError, match=r"wide\.parquet: .*: write NAME\.jsonl instead"):
-            data.convert(data.Config("convert", wide, str(folder / "wide.parquet")))
+            convert.convert(convert.Config("convert", wide, str(folder / "wide.parquet")))
 
 
 def test_an_accented_name_in_a_zip_from_a_mac_is_found(folder):
@@ -1275,30 +1278,32 @@ def test_convert_round_trips_every_format(folder):
     sources.append(jsonl(folder / "e.jsonl", {"prompt": "p", "answer": 4, "system": "s", "level": 3}))
     for number, source in enumerate(sources):
         output = folder / "new" / f"{number}.jsonl"
-        assert data.convert(data.Config("convert", source, str(output))) >= 1
+        assert convert.convert(convert.Config("convert", source, str(output))) >= 1
         before, after = load_samples(source, None), load_samples(str(output), None)
         assert len(before) == len(after)
         assert all(same(a, b) for a, b in zip(before, after)), source
         assert [a.fields for a in after] == [json.loads(json.dumps(b.fields)) for b in before]
-        data.convert(data.Config("convert", source, str(output.with_suffix(".parquet"))))
+        convert.convert(convert.Config("convert", source, str(output.with_suffix(".parquet"))))
         again = load_samples(str(output.with_suffix(".parquet")), None)
         assert len(again) == len(before) and all(same(a, b) for a, b in zip(before, again)), source
     output = folder / "new" / "osf.jsonl"
-    data.convert(data.Config("convert", f"{folder}/o.json", str(output), image_dir=f"{folder}/images"))
+    convert.convert(convert.Config("convert", f"{folder}/o.json", str(output), image_dir=f"{folder}/images"))
     assert load_samples(str(output), "vqa")[0].fields["phrase_type"] == "freeform"
     (folder / "t.json").write_text(json.dumps([OSF | {"phrase_type": "test_freeform"}]))
-    data.convert(data.Config("convert", f"{folder}/t.json@test", str(folder / "t.jsonl"), image_dir=f"{folder}/images"))
+    convert.convert(
+        convert.Config("convert", f"{folder}/t.json@test", str(folder / "t.jsonl"), image_dir=f"{folder}/images")
+    )
     assert len(load_samples(f"{folder}/t.jsonl", "vqa")) == 1, "a converted row must no longer belong to a test split"
 
 
 def test_a_failed_conversion_changes_no_image_of_an_earlier_one(folder, monkeypatch):
     output = folder / "new" / "t.jsonl"
     rows = [verl_row("<image>q", "1", [{"bytes": png(color), "path": None}]) for color in ("red", "green", "blue")]
-    data.convert(data.Config("convert", parquet(folder / "a.parquet", rows[:1]), str(output)))
+    convert.convert(convert.Config("convert", parquet(folder / "a.parquet", rows[:1]), str(output)))
     before = load_samples(str(output), None)
-    monkeypatch.setattr(data.json, "dumps", lambda *_, **__: {}["a failure"])
+    monkeypatch.setattr(json, "dumps", lambda *_, **__: {}["a failure"])
     with pytest.raises(KeyError):
-        data.convert(data.Config("convert", parquet(folder / "b.parquet", rows[1:]), str(output), overwrite=True))
+        convert.convert(convert.Config("convert", parquet(folder / "b.parquet", rows[1:]), str(output), overwrite=True))
     monkeypatch.undo()
     assert same(before[0], load_samples(str(output), None)[0]) and not list(output.parent.glob("*.partial"))
 
@@ -1307,34 +1312,34 @@ def test_an_output_that_is_not_a_file_is_refused(folder):
     os.mkfifo(folder / "pipe.jsonl")
     source = jsonl(folder / "d.jsonl", {"prompt": "q", "answer": "3"})
     with pytest.raises(UserError, match=r"pipe\.jsonl' is not a file: choose another"):
-        data.convert(data.Config("convert", source, str(folder / "pipe.jsonl"), overwrite=True))
+        convert.convert(convert.Config("convert", source, str(folder / "pipe.jsonl"), overwrite=True))
 
 
 def test_convert_answers_mistakes_and_replaces_nothing_unasked(folder):
     source = jsonl(folder / "d.jsonl", {"prompt": "q", "answer": "three"}, {"prompt": "q", "answer": "3"})
     output = folder / "out.jsonl"
     with pytest.raises(UserError, match=r"1 of 2 rows .*row 1: the answer 'three' contains no whole number"):
-        data.convert(data.Config("convert", source, str(output), task="count"))
+        convert.convert(convert.Config("convert", source, str(output), task="count"))
     assert not output.exists()
-    assert data.convert(data.Config("convert", source, str(output), task="count", skip_bad_rows=True)) == 1
+    assert convert.convert(convert.Config("convert", source, str(output), task="count", skip_bad_rows=True)) == 1
     with pytest.raises(UserError, match="already exists"):
-        data.convert(data.Config("convert", source, str(output)))
-    assert data.convert(data.Config("convert", source, str(output), overwrite=True)) == 2
+        convert.convert(convert.Config("convert", source, str(output)))
+    assert convert.convert(convert.Config("convert", source, str(output), overwrite=True)) == 2
     with pytest.raises(UserError, match="cannot write"):
-        data.convert(data.Config("convert", source, str(output / "below" / "a.jsonl")))
+        convert.convert(convert.Config("convert", source, str(output / "below" / "a.jsonl")))
     with pytest.raises(UserError, match=r"out.csv': the name must end in .jsonl or .parquet"):
-        data.convert(data.Config("convert", source, str(folder / "out.csv")))
+        convert.convert(convert.Config("convert", source, str(folder / "out.csv")))
     mixed = jsonl(
         folder / "m.jsonl", {"prompt": "q", "answer": "1", "id": 1}, {"prompt": "r", "answer": "1", "id": "a"}
     )
     with pytest.raises(UserError, match=r"write NAME.jsonl instead"):
-        data.convert(data.Config("convert", mixed, str(folder / "m.parquet")))
+        convert.convert(convert.Config("convert", mixed, str(folder / "m.parquet")))
     assert not list(folder.glob("m.parquet*"))
     with pytest.raises(ValueError, match="max_megapixels must be above 0"):
-        data.Config("convert", source, str(output), max_megapixels=float("nan"))
+        convert.Config("convert", source, str(output), max_megapixels=float("nan"))
     odd = {"prompt": "q", "answer": "1", "note": "half of a pair: \ud83d"}
     (folder / "odd.jsonl").write_text(json.dumps(odd))
-    data.convert(data.Config("convert", str(folder / "odd.jsonl"), str(output), overwrite=True))
+    convert.convert(convert.Config("convert", str(folder / "odd.jsonl"), str(output), overwrite=True))
     assert json.loads(output.read_text())["note"] == "half of a pair: ?"
     assert not list(folder.glob("**/*.partial"))
 
@@ -1359,8 +1364,9 @@ def test_smoke_rows_are_in_their_recipes_format(tmp_path, recipe, names):
 
 
 def test_no_format_is_forgotten_in_the_head_of_the_file():
-    described = ast.get_docstring(ast.parse((ROOT / "inputs" / "rows.py").read_text()))
-    for word in ("EasyR1", "veRL", "conversations", "OSF", "main.csv", "datasets", "parquet", "@split"):
+    files = [ROOT / "inputs" / "rows.py", *(ROOT / "parts" / "formats").glob("*.py")]
+    described = " ".join(ast.get_docstring(ast.parse(file.read_text())) for file in files)
+    for word in ("EasyR1", "veRL", "conversations", "OSF", "main.csv", "datasets", "Parquet", "@split"):
         assert word in described
 
 
@@ -1371,8 +1377,8 @@ def test_convert_writes_what_reads_as_the_same_row(folder):
         {"prompt": "q2", "solution": "3", "answer": "4"},
     ]
     source, once, twice = jsonl(folder / "d.jsonl", *rows), str(folder / "once.jsonl"), str(folder / "twice.jsonl")
-    assert data.convert(data.Config("convert", source, once, answer_column="solution")) == 2
-    assert data.convert(data.Config("convert", once, twice)) == 2
+    assert convert.convert(convert.Config("convert", source, once, answer_column="solution")) == 2
+    assert convert.convert(convert.Config("convert", once, twice)) == 2
     assert [sample.answer for sample in load_samples(twice, "math")] == ["2", "3"]
 
 
