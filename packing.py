@@ -11,9 +11,9 @@ times. Here, a single forward pass runs over one packed sequence:
 
 All layers except attention work token by token and need no change. In the attention layers, keys and values are
 copied, and one variable-length attention call follows. Linear attention has a state instead of keys: it runs over all
-prompts, and then over all completions, each of which starts with its prompt's state (policy/delta_net.py). The result
-matches plain forward passes over one sequence at a time; tests/test_packing.py checks that log-probabilities and
-gradients agree to 1e-5 in float32.
+prompts, and then over all completions, each of which starts with its prompt's state (parts/families/delta_net.py).
+The result matches plain forward passes over one sequence at a time; tests/test_packing.py checks that
+log-probabilities and gradients agree to 1e-5 in float32.
 
 Shapes: T packed tokens, K copied keys, C completion tokens, S prompt tokens, L tokens of one completion, H query
 heads, H_kv key and value heads, E head dimension, D hidden size, V vocabulary, R position axes (3 with M-RoPE,

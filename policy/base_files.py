@@ -97,7 +97,7 @@ def reading(model: str, part: str) -> Iterator[None]:
     offline = on_hub and hub.go_offline_if_unreachable()
     try:
         yield
-    except (UserError, torch.OutOfMemoryError):  # `cli.run` says what helps against the latter
+    except (UserError, torch.OutOfMemoryError, ModuleNotFoundError):  # `cli.run` says what helps against the others
         raise
     except Exception as error:  # noqa: BLE001
         if on_hub and isinstance(error, OSError):

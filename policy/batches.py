@@ -12,8 +12,15 @@ from torch import Tensor
 from common import distributed
 from common.records import Completion, Group, Prompt
 from packing import PackedBatch, pack, split_group, split_groups
-from policy.experts import experts_per_token
-from policy.families import attention_windows, blank_image, head_dim, language_model, patches_per_token, routed_experts
+from policy.families import (
+    attention_windows,
+    blank_image,
+    experts_per_token,
+    head_dim,
+    language_model,
+    patches_per_token,
+    routed_experts,
+)
 from policy.lora import without_dropout
 from policy.model import Policy, trains_vision, vision_parameters
 from policy.sharding import unsharded

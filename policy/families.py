@@ -1,7 +1,8 @@
 """The model families: where the parts of a model are, and how its images become tokens.
 
-A family is one record in `FAMILIES`; docs/models.md shows how to add one. Everything else in this project works with
-any family: the decoder stack gets embedded tokens, with the features of the images in the places of image tokens.
+A family is one record in `FAMILIES`, here or in parts/families; docs/models.md shows how to add one. Everything else in
+this project works with any family: the decoder stack gets embedded tokens, with the features of the images in the
+places of image tokens.
 
 Sizes of images are (height, width) in pixels.
 """
@@ -93,6 +94,9 @@ class Family:
     router: str = ""  # mixtures of experts: the module in a decoder layer that chooses the experts
     turns: bool = False  # whether tests have shown that it trains on several turns (`--env`) as in a plain forward
     coordinates: int = 0  # the largest coordinate of a place in an image; 0: coordinates are its pixels, once resized
+    check: Callable[[Config, torch.device], None] | None = None  # raises UserError if it cannot be trained there
+    prepare: Callable[[transformers.PreTrainedModel], None] | None = None
+    """Changes a model in place, so that it takes packed batches."""
 
 
 def find_family(config: Config, name: str = "") -> Family:
@@ -100,10 +104,13 @@ def find_family(config: Config, name: str = "") -> Family:
 
     Raises UserError if the project does not support its architecture.
     """
-    for family in FAMILIES:
-        if config.model_type in family.model_types:
-            return family
-    titles = ", ".join(family.title for family in FAMILIES)
+    if found := next((family for family in FAMILIES if config.model_type in family.model_types), None):
+        return found
+    from parts.families import FAMILIES as others
+
+    if found := next((family for family in others if config.model_type in family.model_types), None):
+        return found
+    titles = ", ".join(family.title for family in (*FAMILIES, *others))
     raise UserError(f"{name!r} is a {config.model_type} model, which is not supported: use one of {titles}")
 
 
@@ -207,6 +214,19 @@ def grid_inputs(tower: nn.Module, grids: Tensor) -> dict[str, Tensor | int]:
     return lengths | on_device | {"image_grid_thw": to_device(grids, tower.device) if needs_grids else grids}
 
 
+def prepare(model: transformers.PreTrainedModel) -> None:
+    """Change `model` in place for packed batches, as its family needs it; once, however often this is called."""
+    family = find_family(model.config)
+    if family.prepare and not hasattr(model, "is_prepared"):
+        model.is_prepared = True
+        family.prepare(model)
+
+
+def experts_per_token(config: Config) -> int:
+    """Return how many routed experts a token goes through, given the `config` of the decoder; 0 without experts."""
+    return getattr(config, "num_experts_per_tok", 0) or getattr(config, "moe_topk", 0)
+
+
 def routers(model: transformers.PreTrainedModel) -> dict[str, nn.Module]:
     """Return the modules of `model` that choose experts, by name; nothing for a model without experts."""
     router = find_family(model.config).router
@@ -219,7 +239,7 @@ def routed_experts(model: transformers.PreTrainedModel) -> dict[str, nn.Paramete
     return {name: parameter for name, parameter in parameters if ".experts." in name and parameter.ndim == 3}
 
 
-def _outputs(*names: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+def outputs(*names: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     """Return a function that selects these outputs of an image processor."""
     return lambda outputs: {name: outputs[name] for name in names}
 
@@ -248,12 +268,13 @@ def _blank_grid(config: Config) -> BlankImage:
     return BlankImage({"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, merge, merge]])}, merge**2, 1)
 
 
-def _grid_vision(image_processor: str, token: str, vllm_features: bool) -> Vision:
+def grid_vision(image_processor: str, token: str, vllm_features: bool) -> Vision:
+    """Return how a family sees whose images are grids of patches."""
     return Vision(
         image_processor=image_processor,
         prepare_images=_prepare_grids,
         blank=_blank_grid,
-        inputs=_outputs("pixel_values", "image_grid_thw"),
+        inputs=outputs("pixel_values", "image_grid_thw"),
         parts=("visual",),
         blocks="visual.blocks",
         token=token,
@@ -261,105 +282,12 @@ def _grid_vision(image_processor: str, token: str, vllm_features: bool) -> Visio
     )
 
 
-# --- images padded to a square ----------------------------------------------------------------------------------------
-
-
-def _prepare_squares(image_processor: ImageProcessor, config: Config, limits: ImageLimits) -> ImagePreparation:
-    """Images scaled and padded to one square, with the number of tokens that the projector has for it (Aria)."""
-    tokens = {
-        side: config.projector_patch_to_query_dict.get((side // config.vision_config.patch_size) ** 2)
-        for side in (490, 980)  # the sides that the image processor accepts
-    }
-    sides = [side for side, count in tokens.items() if count and side <= image_processor.max_image_size]
-    if not sides:
-        raise UserError(
-            f"the model has no number of image tokens for images of {image_processor.max_image_size} pixels"
-        )
-    longest = min(math.isqrt(limits.max_pixels), limits.max_side or math.inf)
-    side = max((side for side in sides if side <= longest), default=sides[0])
-
-    def fit(height: int, width: int) -> tuple[int, int]:
-        scale = side / max(height, width)
-        h, w = (max(int(length * scale), image_processor.min_image_size) for length in (height, width))
-        return (h, side) if width >= height else (side, w)
-
-    options = {"max_image_size": side}
-    return ImagePreparation(fit, lambda h, w: tokens[side], options, options)
-
-
-def _blank_square(config: Config) -> BlankImage:
-    side, patch = config.vision_config.image_size, config.vision_config.patch_size
-    patches = (side // patch) ** 2
-    tokens = config.projector_patch_to_query_dict[patches]
-    mask = torch.ones(1, side, side, dtype=torch.bool)
-    return BlankImage({"pixel_values": torch.zeros(1, 3, side, side), "pixel_mask": mask}, patches, tokens)
-
-
-# --- images cut into tiles --------------------------------------------------------------------------------------------
-
-
-def _prepare_tiles(image_processor: ImageProcessor, config: Config, limits: ImageLimits) -> ImagePreparation:
-    """Images cut into square tiles, with a thumbnail of the whole; each has the same number of tokens (InternVL)."""
-    tile = image_processor.size["height"]
-    most = min(image_processor.max_patches, limits.max_pixels // tile**2)
-    if limits.max_side:
-        most = min(most, limits.max_side // tile)
-    options = {"crop_to_patches": True, "min_patches": image_processor.min_patches, "max_patches": max(1, most)}
-
-    def count(height: int, width: int) -> int:
-        return image_processor.get_number_of_image_patches(height, width, options) * config.image_seq_length
-
-    return ImagePreparation(lambda h, w: (h, w), count, options, options)  # the tiles are cut from the original
-
-
-def _blank_tile(config: Config) -> BlankImage:
-    (height, width), (h, w) = config.vision_config.image_size, config.vision_config.patch_size
-    pixels = torch.zeros(1, config.vision_config.num_channels, height, width)
-    return BlankImage({"pixel_values": pixels}, (height // h) * (width // w), config.image_seq_length)
-
-
 # --- the families -------------------------------------------------------------------------------------------------
 
-QWEN_VISION = _grid_vision("qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil", "<|image_pad|>", True)
-GLM_VISION = _grid_vision("glm46v.image_processing_pil_glm46v.Glm46VImageProcessorPil", "<|image|>", False)
-FAMILIES = (
-    Family("Qwen2-VL", ("qwen2_vl",), QWEN_VISION, turns=True, coordinates=1000),
+QWEN_VISION = grid_vision("qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil", "<|image_pad|>", True)
+FAMILIES = (  # parts/families has more
     Family("Qwen2.5-VL", ("qwen2_5_vl",), QWEN_VISION, turns=True),
     Family("Qwen3-VL", ("qwen3_vl",), QWEN_VISION, turns=True, coordinates=1000),
-    Family("Qwen3.5", ("qwen3_5",), QWEN_VISION),
-    Family("Qwen3-VL-MoE", ("qwen3_vl_moe",), QWEN_VISION, router="mlp.gate", turns=True, coordinates=1000),
-    Family(
-        "Aria",
-        ("aria",),
-        Vision(
-            image_processor="aria.image_processing_pil_aria.AriaImageProcessorPil",
-            prepare_images=_prepare_squares,
-            blank=_blank_square,
-            inputs=_outputs("pixel_values", "pixel_mask"),
-            parts=("vision_tower", "multi_modal_projector"),
-            blocks="vision_tower.encoder.layers",
-            token="<|img|>",
-            unused="post_layernorm",
-        ),
-        router="mlp.router",
-    ),
-    Family(
-        "InternVL3.5",
-        ("internvl",),
-        Vision(
-            image_processor="got_ocr2.image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil",
-            prepare_images=_prepare_tiles,
-            blank=_blank_tile,
-            inputs=_outputs("pixel_values"),
-            parts=("vision_tower", "multi_modal_projector"),
-            blocks="vision_tower.encoder.layer",
-            token="<IMG_CONTEXT>",
-            expansion="<img>{}</img>",
-        ),
-    ),
-    Family("GLM-4.6V", ("glm4v", "glm46v"), GLM_VISION),
     Family("Qwen2.5", ("qwen2",), turns=True),
     Family("Qwen3", ("qwen3",), turns=True),
-    Family("Llama", ("llama",), turns=True),
-    Family("Gemma 3 (text)", ("gemma3_text",), turns=True),
 )

@@ -19,9 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from common.row_copies import copy_rows
 from packing import PackedBatch, shared_prefix_attention, to_device
-from policy.delta_net import prepare_delta_nets
-from policy.experts import prepare_experts
-from policy.families import grid_inputs, language_model, vision_blocks, vision_parts
+from policy.families import grid_inputs, language_model, prepare, vision_blocks, vision_parts
 
 LOGIT_ROWS = 512  # completion tokens per lm_head call; limits the (tokens, V) float32 logits to 0.3 GB for V = 152k
 
@@ -47,8 +45,7 @@ def enable_packed_forward(model: nn.Module, compiled: bool = False) -> None:
         visual.config._attn_implementation_internal = "flash_shared_prefix"
     if not hasattr(model, "from_logits"):  # else, the hooks are already there
         keep_residual_in_float32(language_model(model))
-        prepare_experts(model)
-        prepare_delta_nets(model)
+        prepare(model)
     # Inductor's online softmax is switched off because it is slow: 1.7 ms for 512 tokens, V = 152k (docs/log.md).
     options = {"online_softmax": False}
     model.from_logits = torch.compile(_from_logits, dynamic=True, options=options) if compiled else _from_logits

@@ -16,9 +16,9 @@ import transformers
 from common import console, distributed
 from common.errors import RunStopped, UserError
 from config import Config
-from policy.experts import experts_per_token
 from policy.families import (
     attention_windows,
+    experts_per_token,
     head_dim,
     language_model,
     patches_per_token,

@@ -18,7 +18,6 @@ from common.templates import answer_end
 from config import PolicyFlags
 from packing import PackedBatch
 from policy.base_files import LM_HEAD, reading, stored_tensors
-from policy.delta_net import check_kernels
 from policy.families import find_family, language_model, load_preprocessors, routers, vision_blocks, vision_parts
 from policy.forward import enable_packed_forward, image_features, next_token_logits, token_logprobs
 from policy.lora import adapted_layers, continue_adapter, has_adapter, new_adapter, without_dropout
@@ -239,7 +238,8 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device, to_shard: b
     always loaded in full by every process.
     """
     config = load_config(name)
-    check_kernels(config, device)
+    if check := find_family(config).check:
+        check(config, device)
     dtype = compute_dtype(flags.dtype, device) if flags.has_adapter else torch.float32
     if flags.load_in_4bit:
         model = load_model(name, dtype, four_bit_device=device, config=config)

@@ -20,7 +20,7 @@ from common import console
 from common.errors import RunStopped
 from common.records import Prompt, Rollout, Sampling
 from packing import vision_inputs
-from policy.experts import prepare_experts
+from policy.families import prepare
 from policy.forward import image_features, next_token_logits, plain_forward
 from policy.lora import without_dropout
 from policy.model import Policy, stop_tokens
@@ -38,7 +38,7 @@ class HFEngine:
     stays_awake = False
 
     def __init__(self, model: transformers.PreTrainedModel, tokenizer: Tokenizer):
-        prepare_experts(model)
+        prepare(model)
         self.model, self.device = model, model.device
         self.tokenizer = tokenizer
         self.stop = torch.tensor(stop_tokens(model.generation_config, model.config, tokenizer))

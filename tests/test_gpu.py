@@ -18,7 +18,7 @@ import packing
 from common.errors import UserError
 from common.files import read_jsonl
 from packing import pack
-from policy import delta_net
+from parts.families import delta_net
 from policy.batches import _dummy_group
 from policy.forward import enable_packed_forward, image_features, token_logprobs
 from policy.lora import new_adapter, without_dropout

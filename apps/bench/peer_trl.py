@@ -37,7 +37,7 @@ except ImportError as error:
     sys.exit(f"TRL cannot be imported here ({error}): see docs/speed.md")
 
 sys.path.append(str(pathlib.Path(__file__).parents[2]))
-from policy import delta_net
+from parts.families import delta_net
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 

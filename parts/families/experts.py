@@ -15,15 +15,12 @@ from policy.families import routers
 
 
 def prepare_experts(model: transformers.PreTrainedModel) -> None:
-    """Change how `model` runs its experts, in place; nothing changes in a model without experts.
+    """Change how `model` runs its experts, in place.
 
     The routers compute in float32. In bfloat16, two experts often have the same logit, and whichever is chosen then
     depends on rounding, which differs between the sampler and the trainer. torch.compile leaves the experts out, since
     the number of tokens of an expert is known only when it runs.
     """
-    if not routers(model) or hasattr(model, "experts_are_prepared"):  # a second time would wrap the wrappers
-        return
-    model.experts_are_prepared = True
     from transformers.models.aria import modeling_aria
 
     one_by_one = getattr(modeling_aria, "AriaGroupedExpertsGemm", ())  # newer releases of transformers have none
@@ -35,11 +32,6 @@ def prepare_experts(model: transformers.PreTrainedModel) -> None:
         for module in experts.modules():
             if isinstance(module, one_by_one):  # transformers multiplies by one expert after the other
                 module.forward = functools.partial(_grouped_product, module)
-
-
-def experts_per_token(config: transformers.PreTrainedConfig) -> int:
-    """Return how many routed experts a token goes through, given the `config` of the decoder; 0 without experts."""
-    return getattr(config, "num_experts_per_tok", 0) or getattr(config, "moe_topk", 0)
 
 
 def _in_input_dtype(forward: Callable[..., Tensor], hidden: Tensor, *routing: Tensor) -> Tensor:
