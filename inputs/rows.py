@@ -221,8 +221,7 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
     system = system if system and system.strip() else None
     if re.search("[\ud800-\udfff]", "".join([*(turn.text for turn in earlier), prompt, answer, system or ""])):
         raise RowError("the prompt, answer or system prompt contains a broken character (half of a surrogate pair)")
-    info = row.get("extra_info")
-    if isinstance(info, dict) and isinstance(info.get("question"), str):
+    if isinstance(info := row.get("extra_info"), dict) and isinstance(info.get("question"), str):
         row.setdefault("question", info["question"])
     images = [resolve_image(image, locate) for image in images + turn_images or _other_images(row)]
     if for_teacher and len(for_teacher) != len(images):
@@ -288,10 +287,8 @@ def _pop_texts(row: dict, name: str | None, columns: Columns) -> tuple[list[Turn
     if name == "query" and row.get("history"):
         raise RowError("'history' holds earlier turns: write them and the question as a chat in 'messages'")
     answer_name = _column(row, ANSWER_COLUMNS, columns.answer)
-    prompt, reply, system = row.pop(name), None, None
-    earlier: list[Turn] = []
-    images: list = []
-    prompt = _chat_in(prompt)
+    prompt, reply, system = _chat_in(row.pop(name)), None, None
+    earlier, images = list[Turn](), list[Any]()
     if name in CHAT_COLUMNS:
         prompt, reply = _split_reply(prompt)
         if prompt is None or (reply is None and answer_name is None):
@@ -318,7 +315,7 @@ def _pop_answer(row: dict, name: str | None, columns: Columns) -> object:
     return _first_item(answer) if name == "ground_truth" else answer
 
 
-def _chat_in(text: object) -> object:
+def _chat_in(text: object) -> Any:
     """Return the turns, or parts of a turn, in a text of JSON, and anything else unchanged. Raises RowError."""
     if not isinstance(text, str) or not CHAT_TEXT.match(text):
         return text
