@@ -7,4 +7,4 @@ and `fits.py` prints which ways to train fit into your GPUs. Imports anything. S
 import sys
 
 # Ctrl-C while a program still imports torch is no mistake: no traceback, and the status that a shell calls 130.
-sys.excepthook = lambda kind, *error: kind is KeyboardInterrupt or sys.__excepthook__(kind, *error)
+sys.excepthook = lambda kind, *error: None if kind is KeyboardInterrupt else sys.__excepthook__(kind, *error)
