@@ -233,8 +233,8 @@ def write_results(
         baseline.report(scores, comparison["paired"], samples)
     print(f"{folder}/scores.json" + (f", {folder}/scores.png" if benchmarks else ""))
     if run and (pages := extra("pages")):  # the run's page then shows these scores
-        pages.write_index(folder.parent)
-        print(f"{folder.parent}/index.html")
+        problems = pages.write_pages(folder.parent, pages.write_index)
+        print(f"warning: {problems[0]}" if problems else f"{folder.parent}/index.html")
 
 
 if __name__ == "__main__":

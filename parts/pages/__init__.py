@@ -4,6 +4,6 @@ Imports the core, and no torch. Start reading at `report.py`: a run's log calls 
 `trackers.py` is for `--log_to`. `python -m parts.pages --run runs/x` draws the pages again.
 """
 
-from parts.pages.report import Pages, is_group, write_index
+from parts.pages.report import Pages, is_group, write_index, write_pages
 
-__all__ = ["Pages", "is_group", "write_index"]
+__all__ = ["Pages", "is_group", "write_index", "write_pages"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from common import cli
 from common.errors import UserError
-from parts.pages.report import draw_curves, write_index, write_page
+from parts.pages.report import write_pages
 
 
 @dataclass
@@ -20,9 +20,8 @@ def main(cfg: Config) -> None:
     folder = pathlib.Path(cfg.run)
     if not (folder / "metrics.jsonl").is_file():
         raise UserError(f"no run in {cfg.run!r}: pass the folder that grpo.py wrote (its --output)")
-    draw_curves(folder)
-    write_page(folder)
-    write_index(folder)
+    if problems := write_pages(folder):
+        raise UserError(problems[0])
 
 
 if __name__ == "__main__":

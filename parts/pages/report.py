@@ -6,14 +6,14 @@ The folder of a run holds `config.json` (with the command and the git commit), `
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import pathlib
 from collections.abc import Callable
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+from common import console
+from common.errors import describe
 from common.figures import save_figure, save_page, thumbnail
 from common.files import parse_jsonl, read_jsonl
 from common.records import ScoredGroup, Turn
@@ -38,7 +38,8 @@ def is_group(row: dict) -> bool:
         has_types = isinstance(row["step"], int) and isinstance(row["images"], list)
     except (AttributeError, KeyError, TypeError):
         return False
-    return has_types and all(isinstance(number, Real | None) for each in numbers for number in each)
+    values = [number for each in numbers for number in each if number is not None]
+    return has_types and all(isinstance(value, int | float) and abs(value) < 1e100 for value in values)
 
 
 class Pages:
@@ -48,6 +49,7 @@ class Pages:
         """`log` writes the lines; `settings` are those of config.json; `decode` returns the text of tokens."""
         self.log, self.every, self.decode = log, settings.get("report_every", 0), decode
         self.shown = {str(row.get("source")) for row in log.begin("completions.jsonl", is_group)}  # rows of the data
+        self.problems: set[str] = set()  # why pages could not be written
         self.newest: tuple[int, list] = (0, [])  # the newest step and its groups, until they are logged
         self.trackers = Trackers(settings.get("log_to", ()), log.folder, settings, log.resumed_step)
 
@@ -84,10 +86,10 @@ class Pages:
             self.shown |= {row["source"] for row in rows}
             self.log.append("completions.jsonl", rows)
             self.trackers.log(step, {}, rows)
-        with contextlib.suppress(OSError):  # the next report draws them again
-            write_page(self.log.folder)
-            draw_curves(self.log.folder)
-            write_index(self.log.folder)
+        for problem in write_pages(self.log.folder):
+            if problem not in self.problems:  # the next report draws them again
+                console.log(f"warning: {problem}")
+            self.problems.add(problem)
 
     def _row(self, group: ScoredGroup, advantages: list[Tensor]) -> dict[str, Any]:
         return {
@@ -130,6 +132,17 @@ def running_mean(values: list[float]) -> list[float]:
     """Return the exponential mean after each of `values`, without a bias towards the first (as in Adam)."""
     totals = itertools.accumulate(values, lambda total, value: 0.85 * total + 0.15 * value, initial=0.0)
     return [total / (1 - 0.85**n) for n, total in enumerate(totals) if n]
+
+
+def write_pages(folder: pathlib.Path, *pages: Callable) -> list[str]:
+    """Write `pages` of the run in `folder`, by default all. Return why each that cannot be written cannot."""
+    problems = []
+    for write in pages or (write_page, draw_curves, write_index):
+        try:
+            write(folder)
+        except Exception as error:  # noqa: BLE001 - the logs may hold anything, and a page must never end a run
+            problems.append(f"{folder}: {write.__name__} fails ({describe(error)}): remove what is in its way")
+    return problems
 
 
 def draw_curves(folder: pathlib.Path) -> None:
