@@ -102,6 +102,7 @@ def test_a_plugin_that_has_changed_is_named_and_one_that_is_missing_is_refused(
     assert f"note: the plugin {again} has changed since it was recorded in {run}/config.json\n" in done.stderr
 
 
+@pytest.mark.slow
 @needs("parts/benchmarks")
 def test_the_comparison_of_a_run_with_its_base_knows_the_task_of_a_plugin(trained, mine):
     done = subprocess.run(["./run.sh", "eval", trained, "--limit", "2"], cwd=ROOT, capture_output=True, text=True)
