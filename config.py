@@ -468,18 +468,15 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
         self.check_policy()
         self.check_engine()
         self.check_env()
-        least = 1 if self.teacher else 2
-        require(
-            self.num_generations >= least,
-            f"num_generations must be at least {least}: advantages are relative to a group",
-        )
+        is_group = self.num_generations >= (1 if self.teacher else 2)
+        require(is_group, "num_generations must be at least 2, or 1 with a teacher: advantages are relative to a group")
         require(self.teacher_weight > 0, "teacher_weight must be above 0")
         require(self.teacher or self.teacher_weight == 1, "teacher_weight needs a teacher: give --teacher MODEL")
         require(self.teacher or not self.teacher_pixels, "teacher_pixels needs a teacher: give --teacher MODEL")
         require(self.temperature > 0, "temperature must be above 0: equal completions have zero advantage")
         for name in ("max_completion_length", "num_iterations", "epochs", "prompts_per_step"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1")
-        not_negative = (
+        for name in (
             "seed",
             "max_steps",
             "prompts_per_update",
@@ -487,13 +484,15 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
             "importance_cap",
             "max_logp_difference",
             "teacher_pixels",
-        )
-        for name in (*not_negative, "dual_clip", "dynamic_sampling_rounds"):
+            "dual_clip",
+            "dynamic_sampling_rounds",
+        ):
             require(getattr(self, name) >= 0, f"{name} must not be negative")
         self.prompts_per_update = self.prompts_per_update or self.prompts_per_step
         per_step, per_update = self.prompts_per_step, self.prompts_per_update
-        divides = per_step % per_update == 0
-        require(divides, f"prompts_per_update ({per_update}) must divide prompts_per_step ({per_step})")
+        require(
+            per_step % per_update == 0, f"prompts_per_update ({per_update}) must divide prompts_per_step ({per_step})"
+        )
         self._check_partial_rollouts()
         buffer_fits = 0 <= self.overlong_buffer <= self.max_completion_length
         require(buffer_fits, "overlong_buffer must be between 0 and max_completion_length")

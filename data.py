@@ -20,7 +20,7 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import torch
@@ -41,12 +41,14 @@ from common.templates import (
     write_chat,
 )
 from config import Columns, DataFlags
-from inputs.environment import RunEnvironment, find_environment
 from inputs.images import allow_megapixels, check_image, fit_image, read_source
 from inputs.rows import Problem, data_sets, read_rows
 from policy.base_files import reading
 from policy.families import Family, ImageLimits, ImagePreparation, ImageProcessor, find_family, load_preprocessors
 from policy.model import read_config
+
+if TYPE_CHECKING:
+    from inputs.environment import RunEnvironment
 
 
 @dataclass
@@ -123,9 +125,8 @@ def load_processor(
 
 def processor_for(cfg: Any, task: str | None = None) -> Processor:
     """Load the processor of a command's `model` as its flags say, with their environment if they name one."""
-    limits = {name: getattr(cfg, name) for name in ("min_pixels", "max_pixels", "max_side")}
-    kwargs = cfg.chat_template_kwargs
-    processor = load_processor(cfg.model, task or cfg.task, cfg.template, **limits, chat_template_kwargs=kwargs)
+    names = ("min_pixels", "max_pixels", "max_side", "chat_template_kwargs")
+    processor = load_processor(cfg.model, task or cfg.task, cfg.template, **{x: getattr(cfg, x) for x in names})
     return use_environment(processor, cfg.env, cfg.max_turns, cfg.max_prompt_length) if cfg.env else processor
 
 
@@ -134,7 +135,9 @@ def use_environment(processor: Processor, name: str, max_turns: int, max_seen: i
 
     `max_turns`, `max_seen`: see `RunEnvironment`. Raises UserError if it cannot be used with the model.
     """
-    environment = find_environment(name, processor.tokenizer.chat_template, max_turns, max_seen)
+    from inputs.environment import find_environment
+
+    environment = find_environment(name, processor.tokenizer, max_turns, max_seen)
     if not processor.family.turns:
         title = processor.family.title
         raise UserError(f"--env {name}: {title} cannot be trained on several turns yet; docs/turns.md says which can")
@@ -277,7 +280,7 @@ def encode_prompts(samples: Sequence[Sample], processor: Processor, teacher: Pro
 def prompt_turns(sample: Sample, processor: Processor) -> list[Turn]:
     """Return the turns of a prompt, with the template around the question. Raises ValueError for a control token."""
     for token in processor.control_tokens:
-        if any(token in text for text in (*sample.texts, sample.system or "")):
+        if any(token in text for text in (*sample.texts, sample.system or processor.system or "")):
             raise ValueError(f"{token} appears in the question, where it would act as a control token: remove it")
     text = sample.prompt
     if not ("<think>" in text and "<answer>" in text):  # it does not ask for the format itself

@@ -23,14 +23,15 @@ if __name__ == "__main__":  # before the slow import of torch, so that --help an
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from common import distributed
 from common.distillation import with_teacher
-from common.errors import UserError, check_returned, dataclass, find_entry
+from common.errors import UserError, call_entry, check_call, dataclass, find_entry
 from common.group_stats import EPSILON, deviation, is_varied, sequence_log_ratio, sum_by_completion
 from common.records import Group, GroupRewards, ScoredGroup
 from common.spans import of_completions, spread_over_tokens
@@ -47,9 +48,8 @@ def advantages_of(rewards: GroupRewards, reward_weights: dict[str, float], cfg: 
 
     Dynamic sampling keeps the groups in which an advantage is neither 0 nor NaN.
     """
-    advantage, length = ADVANTAGES[cfg.advantage], cfg.max_completion_length
-    where = f"--advantage {cfg.advantage}"
-    return spread_over_tokens(lambda part: advantage(part, reward_weights, cfg), rewards, length, where)
+    where, length = f"--advantage {cfg.advantage}", cfg.max_completion_length
+    return spread_over_tokens(lambda part: ADVANTAGES[cfg.advantage](part, reward_weights, cfg), rewards, length, where)
 
 
 def group_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
@@ -97,8 +97,8 @@ class Loss:
 
     objective: Callable[..., tuple[Tensor, Tensor]]  # of each token, and whether it was clipped; see the next function
     average: Literal["sequences", "tokens", "constant"]  # what the loss is a mean over; see `token_weights`
-    clip_low: float  # the default of `--clip_low`
-    clip_high: float  # the default of `--clip_high`
+    clip_low: Annotated[float, Field(ge=0, le=1)]  # the default of `--clip_low`
+    clip_high: Annotated[float, Field(ge=0, lt=math.inf)]  # the default of `--clip_high`
     ratio: Literal["token", "sequence"] = "token"  # "sequence": the geometric mean over the completion
     needs_entropy: bool = False  # whether `objective` gets each token's `entropy` (C,), with its gradient
 
@@ -187,7 +187,7 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor, entropy: Tensor | 
     unbiased gradient (DeepSeek-V3.2, arXiv:2512.02556).
     """
     values, loss_type, completions = batch.values, LOSSES[cfg.loss_type], batch.completion_of_token
-    counted = values.token_weights > 0  # dummy micro-batches hold placeholder values, which must stay finite
+    advantages, counted = values.advantages, values.token_weights > 0  # dummies hold placeholders, which stay finite
     trainer_logp = logp.detach() if values.trainer_logp is None else values.trainer_logp
     if cfg.old_logp == "sampler":
         old_logp = values.sampling_logp
@@ -196,12 +196,11 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor, entropy: Tensor | 
     token_log_ratio = log_ratio = torch.where(counted, logp - old_logp, 0.0)
     if loss_type.ratio == "sequence":
         log_ratio = sequence_log_ratio(log_ratio, completions, values.per_token or bool(cfg.teacher))
-    advantages = values.advantages
     if cfg.teacher:
         advantages = with_teacher(advantages, trainer_logp, values.teacher_logp, cfg.teacher_weight)
     options = {"entropy": entropy} if loss_type.needs_entropy else {}
-    returned = loss_type.objective(logp, log_ratio, advantages, batch, cfg, **options)
-    objective, is_clipped = check_returned(f"--loss_type {cfg.loss_type}", returned, logp, counted)
+    where, given = f"--loss_type {cfg.loss_type}", (logp, log_ratio, advantages, batch, cfg)
+    objective, is_clipped = call_entry(where, loss_type.objective, given, logp, counted, **options)
     is_capped = torch.zeros_like(counted)
     if cfg.importance_cap and cfg.old_logp == "policy":
         log_importance = trainer_logp - values.sampling_logp
@@ -278,7 +277,9 @@ def backward(run: Run, batch: PackedBatch) -> tuple[dict[str, Tensor], Tensor]:
 def resolve_loss(cfg: Config) -> None:
     """Set unset clip bounds to the loss type's defaults. Raises UserError for flags that do not fit the loss type."""
     loss = find_entry("loss_type", cfg.loss_type, LOSSES, Loss)
-    find_entry("advantage", cfg.advantage, ADVANTAGES, Callable)
+    arguments = "logp, log_ratio, advantages, batch, cfg" + ", entropy=" * loss.needs_entropy
+    check_call(f"--loss_type {cfg.loss_type}", loss.objective, arguments)
+    find_entry("advantage", cfg.advantage, ADVANTAGES, Callable, "rewards, reward_weights, cfg")
     cfg.clip_low = loss.clip_low if cfg.clip_low is None else cfg.clip_low
     cfg.clip_high = loss.clip_high if cfg.clip_high is None else cfg.clip_high
     if cfg.dual_clip and loss.objective is not clipped_objective:

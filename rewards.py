@@ -12,10 +12,15 @@ example, and the exploits that the reward guards against.
 """
 
 import re
+import reprlib
 from collections import Counter
 from collections.abc import Callable
+from numbers import Real
+from typing import Annotated, Any, Literal
 
-from common.errors import WorkerLost, dataclass, find_entry
+import numpy as np
+
+from common.errors import UserError, WorkerLost, dataclass, find_entry, takes
 from grading import answers
 from grading.answers import balanced, first_count, split_think_answer, words
 
@@ -175,13 +180,21 @@ class Task:
     reward: Reward  # the reward; 1 is the full reward
     system: str | None = None  # the system prompt of rows that have none
     template: str = THINK_ANSWER  # Jinja template of the user's turn; {{ content }} is the question
-    format: Callable[..., float] = format_reward  # 1 if a completion has the requested format, else 0; for evaluation
-    exact_match: Callable[[str, str, float], bool] = has_full_reward
-    """Whether (completion, answer, reward) counts as correct in evaluation."""
-    answer_group: Callable[[str], str] = str
+    format: Annotated[Callable[..., float], takes("completion")] = format_reward
+    """1 if a completion has the requested format, else 0; for evaluation."""
+    exact_match: Annotated[Callable[[str, str, float], bool], takes("completion, answer, reward")] = has_full_reward
+    """Whether a completion counts as correct in evaluation."""
+    answer_group: Annotated[Callable[[str], str], takes("answer")] = str
     """Returns the name under which evaluation groups the rows of a gold answer."""
-    gold_problem: Callable[[str], str | None] = lambda answer: None
+    gold_problem: Annotated[Callable[[str], str | None], takes("answer")] = lambda answer: None
     """Why no completion could match this gold answer, or None."""
+
+    def verdict(self, function: Literal["format", "exact_match"], *given: Any) -> bool:
+        """Return what `function` says of a completion. Raises UserError if that is neither 1 nor 0, True nor False."""
+        verdict = getattr(self, function)(*given)
+        if not isinstance(verdict, Real | np.bool_) or verdict not in (0, 1):
+            raise UserError(f"--task: its {function} returned {reprlib.repr(verdict)}; expected True or False, 1 or 0")
+        return bool(verdict)
 
 
 TASKS = {

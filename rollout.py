@@ -17,9 +17,10 @@ import functools
 import importlib.metadata
 import importlib.util
 import itertools
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common import console, distributed
-from common.errors import UserError, dataclass, find_entry
+from common.errors import UserError, check_call, dataclass, find_entry, form, takes
 from common.records import Prompt, RequestLimits, Rollout, Sampling
 from config import EngineFlags
 from data import Processor
@@ -39,6 +40,7 @@ from sampling.episodes import Episodes
 from sampling.hf_engine import HFEngine, PolicyEngine
 
 
+@runtime_checkable
 class Engine(Protocol):
     """The interface that training and evaluation expect of a sampler."""
 
@@ -74,9 +76,9 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class EngineEntry:
-    """An entry of `ENGINES`: the function that makes a sampler, its name, and what it needs."""
+    """An entry of `ENGINES`: the function that makes a sampler for `make_engine`, its name, and what it needs."""
 
-    make: Callable[..., Engine]  # takes the arguments of `make_engine`
+    make: Annotated[Callable[..., Engine], takes("flags, model, processor, device, dtype, limits, policy")]
     title: str  # the name that the run prints, with the version of `package`
     package: str = ""
     install: str = ""  # the command that installs `package`
@@ -88,7 +90,7 @@ class EngineEntry:
     def lacks(self, device: torch.device, has_room: bool = True) -> list[str]:
         """Return what it needs and does not have; for `has_room`, see `choose_engine`."""
         lacks = {
-            f"{self.title} is not installed": self.package and importlib.util.find_spec(self.package) is None,
+            f"{self.title} is not installed": self.package and not importlib.util.find_spec(self.package.split(".")[0]),
             "there is no GPU": self.needs_gpu and device.type != "cuda",
             "no memory for a copy; sampling is slow": self.needs_copy and not has_room,
         }
@@ -128,7 +130,7 @@ def choose_engine(flags: EngineFlags, device: torch.device, has_room: bool = Tru
                 break
             reason = f" ({lacks[-1]})"
     engine = ENGINES[name]
-    version = f" {importlib.metadata.version(engine.package)}" if engine.package else ""
+    version = "".join(f" {found.version}" for found in importlib.metadata.distributions(name=engine.package or "-"))
     where = " on the trainer's weights" if engine.uses_trainer else ""
     console.log(f"sampler: {engine.title}{version}{where}{reason}")
     return name
@@ -149,7 +151,32 @@ def make_engine(
     the saved weights. Without it, in an evaluation, there may be no sync. `PolicyEngine` needs it. Raises UserError if
     the sampler cannot be started.
     """
-    return ENGINES[flags.engine].make(flags, model, processor, device, dtype, limits, policy)
+    engine = ENGINES[flags.engine].make(flags, model, processor, device, dtype, limits, policy)
+    if not isinstance(engine, Engine):
+        raise UserError(f"--engine {flags.engine}: it made a {type(engine).__name__}: see `Engine` in rollout.py")
+    check_call(f"--engine {flags.engine}: generate", engine.generate, "prompts, seeds, sampling, continuation")
+    return engine
+
+
+def check_rollouts(groups: Any, number: int, sampling: Sampling, processor: Processor) -> list[list[Rollout]]:
+    """Return what a sampler has returned for a `number` of prompts. Raises UserError unless that was asked for."""
+    length, vocabulary = sampling.max_tokens, processor.skeleton.get_input_embeddings().weight.shape[0]
+    lists = [each if isinstance(each, list) else [each] for each in (groups if isinstance(groups, list) else [groups])]
+    faults = [[_fault(each, length, vocabulary) for each in group] for group in lists]
+    if faults != [[""] * sampling.n] * number:
+        found = next((f", a completion of {fault}" for group in faults for fault in group if fault), "")
+        asked = f"{number} groups of {sampling.n} completions, of at most {length} tokens from 0 to {vocabulary - 1}"
+        raise UserError(f"the sampler returned groups of {[*map(len, lists)]}{found}; expected {asked}, each a Rollout")
+    return groups
+
+
+def _fault(rollout: Any, longest: int, vocabulary: int) -> str:
+    """Return what a completion is, if it cannot be used; else ""."""
+    found = ", ".join(form(getattr(rollout, name, None)) for name in ("ids", "sampling_logp", "text"))
+    if not re.fullmatch(r"int64 (\(\d+,\)), float \1, a str", found):
+        return found
+    is_inside = len(rollout.ids) <= longest and bool(((rollout.ids >= 0) & (rollout.ids < vocabulary)).all())
+    return "" if is_inside else f"{len(rollout.ids)} tokens, {str(rollout.ids)[:60]}"
 
 
 def _make_vllm(flags, model, processor, device, dtype, limits, policy) -> Engine:

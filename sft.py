@@ -173,7 +173,7 @@ def load_answers(cfg: Config, data: str, processor: Processor) -> list[Sample]:
     if problems:
         console.log(f"skipped: {summarise(problems, f'of {len(rows)} answers')}")
     responses = [response for sample in samples.values() for response in sample.responses]
-    has_format = cfg.template or any(map(get_task(cfg.task).format, responses))
+    has_format = cfg.template or any(get_task(cfg.task).verdict("format", response) for response in responses)
     if console.is_main() and not has_format and earns_nothing(cfg.task, [*samples.values()]):
         example = f"such as {responses[0][:40]!r}"
         console.log(f"the reward of --task {cfg.task} gives nothing for the answers, {example}: see docs/sft.md")

@@ -3,3 +3,8 @@
 `service/` is the counting service over HTTP, `demo/` makes the models and data of the demos, `bench/` measures speed,
 and `fits.py` prints which ways to train fit into your GPUs. Imports anything. Start reading at `fits.py`.
 """
+
+import sys
+
+# Ctrl-C while a program still imports torch is no mistake: no traceback, and the status that a shell calls 130.
+sys.excepthook = lambda kind, *error: None if kind is KeyboardInterrupt else sys.__excepthook__(kind, *error)

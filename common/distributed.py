@@ -5,8 +5,9 @@ import datetime
 import heapq
 import os
 import time
+import traceback
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,9 @@ def explain(error: RuntimeError) -> tuple[str, int] | None:
     """Return a message and an exit status for a lack of GPU memory or the loss of another process, else None."""
     if isinstance(error, torch.OutOfMemoryError):
         return f"out of GPU memory: {str(error).split('. ')[0]}. {OOM_HINT}", 1
-    if not (isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)):
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename  # a user's function may use these words, too
+    is_of_library = "-packages" in raised_in and ("gloo" in str(error) or "NCCL" in str(error))
+    if not (isinstance(error, dist.DistError) or is_of_library):
         return None
     time.sleep(1)  # so that torchrun, which names the process that ended first, notices the one that died
     return f"another process died or hangs ({str(error).strip().splitlines()[0][:120]})", 1
@@ -96,20 +99,17 @@ def make_mesh(device: torch.device, sharding: str) -> DeviceMesh:
     return init_device_mesh(device.type, (world_size() // size, size), mesh_dim_names=("copies", "shards"))
 
 
-def all_sum(value: Tensor) -> Tensor:
+def all_sum(value: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
     """Return the sum of `value` over all processes; `value` itself is not changed."""
     value = value.clone()
     if world_size() > 1:
-        dist.all_reduce(value)
+        dist.all_reduce(value, operation)
     return value
 
 
 def all_max(value: Tensor) -> Tensor:
     """Return the elementwise maximum of `value` over all processes; `value` itself is not changed."""
-    value = value.clone()
-    if world_size() > 1:
-        dist.all_reduce(value, dist.ReduceOp.MAX)
-    return value
+    return all_sum(value, dist.ReduceOp.MAX)
 
 
 def reduce_stats(stats: list[dict[str, Tensor]]) -> dict[str, Tensor]:

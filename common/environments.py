@@ -37,7 +37,8 @@ class Environment:
     tools: list[dict[str, Any]] = field(default_factory=list)  # their JSON schemas, for the chat template
 
     def __post_init__(self) -> None:
-        """Raise ValueError if `tools` are no schemas as chat templates take them."""
+        """Raise ValueError if `reply` is no function, or if `tools` are no schemas as chat templates take them."""
+        require(callable(self.reply), f"reply is a {type(self.reply).__name__}; expected a function")
         try:
             are_schemas = all(tool["function"]["name"] for tool in json.loads(json.dumps(self.tools)))
         except (TypeError, KeyError, ValueError):

@@ -13,9 +13,12 @@ import os
 import pathlib
 import sys
 import traceback
+import typing
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+import pydantic
 
 from common import console
 from common.errors import UserError, describe, require
@@ -110,8 +113,15 @@ def with_flags(config: type, plugin: ModuleType) -> type:
     if taken := [name for name in names if name in known]:
         raise UserError(f"{where}: the flag {taken[0]} exists already: choose another name")
 
+    try:
+        hints = typing.get_type_hints(flags)
+    except Exception as error:  # noqa: BLE001 - a hint in quotes may raise anything
+        raise mistake(plugin.__file__, error) from None
     for field in dataclasses.fields(flags):  # else, flags without a default could not follow them
         field.kw_only = True
+        own = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if own is not dataclasses.MISSING and not _fits(own, hints[field.name]):
+            raise UserError(f"{where}: the default of {field.name}, {own!r:.40}, is no {hints[field.name]!s:.80}")
 
     @dataclasses.dataclass
     class Config(config, flags):  # type: ignore[valid-type, misc]
@@ -119,7 +129,10 @@ def with_flags(config: type, plugin: ModuleType) -> type:
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            getattr(flags, "__post_init__", lambda _: None)(self)
+            try:
+                getattr(flags, "__post_init__", lambda _: None)(self)
+            except ValueError as error:
+                raise ValueError(console.printable(str(error))) from None
             for field in dataclasses.fields(flags):
                 kind = type(value := getattr(self, field.name, None)).__name__
                 require(_is_plain(value), f"{field.name} is a {kind}: make it a number, a text or a tuple of these")
@@ -132,6 +145,17 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
     return value is None or type(value) in (int, float, str, bool)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether `value` is what a type hint says."""
+    try:
+        pydantic.TypeAdapter(hint).validate_python(value, strict=True)
+    except pydantic.ValidationError:
+        return False
+    except pydantic.PydanticUserError:  # of a type that config.json cannot hold
+        pass
+    return True
 
 
 def record() -> dict[str, Any]:

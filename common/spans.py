@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from common.errors import check_returned
+from common.errors import call_entry
 from common.records import GroupRewards, Rewards, ScoredGroup
 
 
@@ -23,12 +23,12 @@ def spread_over_tokens(
     the rewards of all spans of each group, as (P, spans), filled up with NaN. Raises UserError, which begins with
     `where`, if it returns another shape than it gets.
     """
-    advantages = check_returned(where, advantages_of(rewards), rewards.total)
+    advantages = call_entry(where, advantages_of, (rewards,), rewards.total)
     of_groups = [[span.rewards for spans in group for span in spans] for group in rewards.spans]
     if not any(of_groups):
         return advantages
     parts = as_tensors(of_groups)
-    of_spans = check_returned(where, advantages_of(parts), parts.total)
+    of_spans = call_entry(where, advantages_of, (parts,), parts.total)
     tokens = advantages[..., None].repeat(1, 1, max_length)
     for values, group, own in zip(of_spans, rewards.spans, tokens):
         spans = [(g, span) for g, spans in enumerate(group) for span in spans]

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
 import jinja2.meta
+import jinja2.sandbox
 
 from common.errors import UserError
 from common.records import TAG, Turn
@@ -21,7 +21,7 @@ def parse_template(text: str, flag: str, names: Sequence[str]) -> jinja2.Templat
     """
     values = {name: f"the {name} of the check" for name in names}
     try:
-        template = jinja2.Template(text, undefined=jinja2.StrictUndefined)
+        template = jinja2.sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(text)
         rendered = template.render(values)
     except Exception as error:  # noqa: BLE001 - a template is a program, which can raise anything
         raise UserError(f"{flag}: {error}") from None

@@ -4,6 +4,7 @@ Each process samples and judges its share of the rows and then receives the resu
 call these functions together.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -22,7 +23,7 @@ from evaluation.metrics import summarise
 from evaluation.scorer import Scorer
 from policy.model import Policy
 from rewards import TASKS
-from rollout import Engine, prompt_seed
+from rollout import Engine, check_rollouts, prompt_seed
 from sampling.episodes import generate_options
 
 PROGRESS = "predictions.part"  # holds the responses of an unfinished evaluation
@@ -96,6 +97,7 @@ def sample_rows(
         with distributed.shared_errors():  # vLLM's checks of the prompts
             episodes = generate_options([sample for _, sample in local_rows], processor)
             groups = engine.generate(prompts, seeds, sampling, **episodes)
+            check_rollouts(groups, len(prompts), sampling, processor)
         new_outputs = distributed.gather_shards(list(map(_output, prompts, groups)))
         outputs += new_outputs
         if progress and console.is_main():
@@ -125,7 +127,7 @@ def judge_task(scorer: Scorer, samples: list[Sample], outputs: list[dict]) -> li
     The result is the same on every process. Raises UserError when a user-defined reward fails.
     """
     empty, name = torch.zeros(0), scorer.task
-    is_exact = TASKS[name].exact_match
+    is_exact = functools.partial(TASKS[name].verdict, "exact_match")
     local_samples, local_outputs = distributed.shard(samples), distributed.shard(outputs)
     rollouts = [
         [

@@ -64,7 +64,7 @@ def summarise(predictions: list[dict], task: str, reason: str | None = None, int
     total = {"exact_match": mean(accuracies)} | ({"exact_match_95": interval(accuracies)} if interval else {})
     return shared_scores(total, exact_by_row, predictions) | {
         "reward": mean([reward for reward in rewards if reward is not None]),
-        "format_rate": mean([TASKS[task].format(response) for response in responses]),
+        "format_rate": mean([TASKS[task].verdict("format", response) for response in responses]),
         "no_verdict": no_verdict,
     }
 

@@ -1,11 +1,12 @@
 """Scoring the completions of a run: `Scorer` calls its rewards, in workers where they are the user's own."""
 
+import functools
 import itertools
 import math
 import re
 import reprlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
@@ -15,8 +16,7 @@ from PIL import Image
 
 import rewards
 from common import console, plugins
-from common.environments import ENVIRONMENTS, Environment
-from common.errors import CallFailed, CallLost, UserError, WorkerLost, find_entry
+from common.errors import CallFailed, CallLost, UserError, WorkerLost, check_call, find_entry
 from common.records import TAG, Rewards, Rollout, Sample, Span
 from config import RewardFlags, VerifierFlags
 from grading import answers
@@ -67,6 +67,8 @@ class Scorer:
         if flags.env in (*self.built_in, "overlong", "no_verdict"):
             raise UserError(f"--env {flags.env}: a reward has this name; rename the entry of ENVIRONMENTS")
         if flags.env:  # what the environment gives for the turns of a completion
+            from common.environments import ENVIRONMENTS, Environment
+
             find_entry("env", flags.env, ENVIRONMENTS, Environment)
             self.built_in[flags.env] = lambda env_reward=0.0, **_: env_reward
             self.weights[flags.env] = 1.0
@@ -78,9 +80,11 @@ class Scorer:
             self._add(text)
         for task in self.weights.keys() - self.user_functions.keys():
             reward = self.built_in[task]
-            is_own = reward.__module__ != format_reward.__module__
-            if is_own and (name := plugins.name_of(reward)):  # then the workers compute it, too
-                self._add_function(task, name, parameters(name))
+            if reward.__module__ != format_reward.__module__:
+                if name := plugins.name_of(reward):  # then the workers compute it, too
+                    self._add_function(task, name, parameters(name))
+                else:
+                    check_call(f"--task {task}: reward", reward, "completion=, answer=, question=, verifier=")
         self.verifier = start_math(flags) if "math" in self.weights else None
         self.threads = 8 if self.user_functions or "math" in self.weights else 1  # the others take microseconds
         self.threads = self.verifier.threads if self.verifier else self.threads
@@ -99,11 +103,11 @@ class Scorer:
         return self.weights | ({"overlong": 1.0} if self.overlong_buffer else {})
 
     @property
-    def format(self) -> rewards.Reward | None:
+    def format(self) -> Callable[[str], bool] | None:
         """The task's `format`; None if the reward does not depend on it, or if the task has only the default one."""
         task = get_task(self.task)
         is_asked = task.format is not format_reward or task.template == rewards.THINK_ANSWER
-        return task.format if is_asked and self.weights[self.task] else None
+        return functools.partial(task.verdict, "format") if is_asked and self.weights[self.task] else None
 
     def _add(self, text: str) -> None:
         """Register one `--reward NAME[=WEIGHT]`. NAME is a built-in reward or file.py:function."""

@@ -8,7 +8,7 @@ from typing import Any
 from common import plugins
 from common.environments import ENVIRONMENTS, Environment
 from common.errors import UserError, find_entry
-from common.templates import variable_names
+from common.templates import control_tokens, variable_names
 from grading.calls import parameters
 
 
@@ -24,8 +24,8 @@ class RunEnvironment:
     max_seen: int  # maximum number of tokens that the model sees in an episode, with the prompt
 
 
-def find_environment(name: str, chat_template: str, max_turns: int, max_seen: int) -> RunEnvironment:
-    """Return the entry `name` of `ENVIRONMENTS` for a model with this `chat_template`.
+def find_environment(name: str, tokenizer: Any, max_turns: int, max_seen: int) -> RunEnvironment:
+    """Return the entry `name` of `ENVIRONMENTS` for a model with this `tokenizer`.
 
     `max_turns`, `max_seen`: see `RunEnvironment`. Raises UserError if there is no such entry, or if it is unusable.
     """
@@ -36,7 +36,10 @@ def find_environment(name: str, chat_template: str, max_turns: int, max_seen: in
         form = "Environment(FUNCTION) of a function (text, state, **fields)"
         raise UserError(f"--env {name}: it must be {form} with a name in the plugin")
     columns = frozenset(required) - {"text", "state", "images", "extents", "question", "answer"}
-    can_describe = "tools" in variable_names(chat_template)
+    described = json.dumps(environment.tools, ensure_ascii=False)
+    if held := [token for token in control_tokens(tokenizer) if token in described]:
+        raise UserError(f"--env {name}: its tools contain {held[0]}, which would act as a control token: remove it")
+    can_describe = "tools" in variable_names(tokenizer.chat_template)
     variables = {"tools": environment.tools} if can_describe and environment.tools else {}  # it may describe even []
     description = "" if can_describe else describe_tools(environment.tools)
     return RunEnvironment(function, columns, variables, description, max_turns, max_seen)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from common.distributed import local_tensor
-from common.errors import UserError
+from common.errors import UserError, check_call
 from config import PolicyFlags
 from policy.model import Policy
 
@@ -123,6 +123,10 @@ def make_optimizers(policy: Policy, flags: PolicyFlags, updates: int) -> Optimiz
     are_pairs = isinstance(optimizers, list) and all(isinstance(each, tuple) and len(each) == 2 for each in optimizers)
     if not (are_pairs and all(isinstance(s, LambdaLR) and s.optimizer is optimizer for optimizer, s in optimizers)):
         raise UserError("OPTIMIZERS: expected a list of pairs, of an optimizer and its LambdaLR: use make_schedule")
+    for optimizer, _ in optimizers:
+        check_call(f"OPTIMIZERS: {type(optimizer).__name__}.step", type(optimizer).step, "self")
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise UserError("OPTIMIZERS: SparseAdam needs sparse gradients, which a model does not have: use another")
     counts = Counter(p for optimizer, _ in optimizers for group in optimizer.param_groups for p in group["params"])
     for name, p in policy.named_parameters():
         if counts[p] != p.requires_grad:

@@ -1,6 +1,8 @@
 """What runs in the workers of an environment (see `episodes.py`): the user's function, and checks of its answer."""
 
 import pickle
+import reprlib
+from numbers import Real
 from typing import Any
 
 from PIL import Image
@@ -27,14 +29,14 @@ def take_turn(
     answer = load_function(function)(**wanted)
     reply = answer if isinstance(answer, Reply) else Reply(answer)
     content = [reply.content] if isinstance(reply.content, str | Image.Image) else reply.content
-    reward = float(reply.reward)
-    if not abs(reward) < max_reward:  # nor if it is NaN
-        raise ValueError(f"its reward is {reward:g}; expected a finite number")
+    reward = reply.reward.item() if hasattr(reply.reward, "item") else reply.reward  # NumPy and torch scalars
+    if not isinstance(reward, Real) or not abs(float(reward)) < max_reward:  # nor if it is NaN
+        raise ValueError(f"its reward is {reprlib.repr(reward)}; expected a finite number")
     state = pickle.dumps(own)
     if len(state) > MAX_STATE:
         raise ValueError(f"its state of {len(state):,} bytes is too large")
     if content is None:
-        return None, reward, state
+        return None, float(reward), state
     if not isinstance(content, list) or not all(isinstance(part, str | Image.Image) for part in content):
         raise ValueError(f"it returned a {type(reply.content).__name__}; expected texts and images, or None")
     if (length := sum(len(part) for part in content if isinstance(part, str))) > max_text:
@@ -45,4 +47,4 @@ def take_turn(
     if (pixels := sum(sizes)) > max_megapixels * 1e6:  # of all pictures together, which are sent to the trainer
         raise ValueError(f"its pictures of {pixels / 1e6:,.0f} megapixels are too large")
     # of an image, the plain class: the trainer unpickles no other
-    return [part if isinstance(part, str) else part.copy() for part in content], reward, state
+    return [part if isinstance(part, str) else part.copy() for part in content], float(reward), state

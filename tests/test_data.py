@@ -364,6 +364,7 @@ BAD_TEMPLATES = [
     ("Q:", "does not contain the content: add"),
     ("{{ content + 1 }}", "can only concatenate str"),
     ("{{ content }}{{ 1 / 0 }}", "division by zero"),
+    ("{{ content }}{% for i in range(10**9) %}{% endfor %}", "Range too big"),
 ]
 
 

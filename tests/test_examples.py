@@ -40,7 +40,7 @@ FLAGS = {
     "losses": ["--loss_type=sapo", "--num_iterations=2", "--advantage=maxrl"],
     "best_and_worst": ["--advantage=best_and_worst", "--num_generations=10"],
 }
-WITH_STATE = ("curriculum", "muon", "moving_reference")  # in checkpoints
+WITH_STATE = ("muon", "moving_reference")  # in checkpoints
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import json
 import pathlib
 import re
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -151,3 +152,9 @@ def test_the_table_has_the_fewest_gpus(model, monkeypatch):
                 want = str(fewest) + (f", shared by {cfg.tensor_parallel}" if cfg.tensor_parallel > 1 else "")
                 want += "" if estimate["sampler"] else ", no vLLM"
             assert cells[i] == want, (method, memory)
+
+
+def test_ctrl_c_during_an_import_has_no_traceback():
+    line = "import apps; raise KeyboardInterrupt"
+    done = subprocess.run([sys.executable, "-c", line], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")

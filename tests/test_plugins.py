@@ -102,6 +102,7 @@ def test_a_plugin_that_has_changed_is_named_and_one_that_is_missing_is_refused(
     assert f"note: the plugin {again} has changed since it was recorded in {run}/config.json\n" in done.stderr
 
 
+@pytest.mark.slow
 @needs("parts/benchmarks")
 def test_the_comparison_of_a_run_with_its_base_knows_the_task_of_a_plugin(trained, mine):
     done = subprocess.run(["./run.sh", "eval", trained, "--limit", "2"], cwd=ROOT, capture_output=True, text=True)
@@ -348,10 +349,7 @@ def test_a_function_that_exits_does_not_end_a_run_as_if_it_had_finished(tiny_mod
     assert done.returncode == 1 and "mine.py" in done.stderr and "has called exit()" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "change", ["[group[:1] for group in groups]", "groups[:1]", "[g[:-1] + [twice(g[-1])] for g in groups]"]
-)
-def test_a_sampler_that_returns_too_few_or_too_long_completions_is_refused(tiny_model, shapes, tmp_path, change):
+def test_a_sampler_that_returns_too_long_completions_is_refused(tiny_model, shapes, tmp_path):
     lines = [
         "import torch",
         "from dataclasses import replace",
@@ -359,7 +357,11 @@ def test_a_sampler_that_returns_too_few_or_too_long_completions_is_refused(tiny_
         "from sampling.hf_engine import HFEngine",
     ]
     lines += ["twice = lambda r: replace(r, ids=torch.cat([r.ids] * 9))", "generate = HFEngine.generate"]
-    lines += ["def odd(*args, **options):", "    groups = generate(*args, **options)", f"    return {change}"]
+    lines += [
+        "def odd(*args, **options):",
+        "    groups = generate(*args, **options)",
+        "    return [g[:-1] + [twice(g[-1])] for g in groups]",
+    ]
     (tmp_path / "mine.py").write_text("\n".join([*lines, "HFEngine.generate = odd"]))
     flags = [f"--model={tiny_model}", f"--data={shapes}", "--task=count", f"--output={tmp_path}/run", "--max_steps=1"]
     flags += ["--prompts_per_step=2", "--num_generations=2", "--max_completion_length=4", "--engine=hf"]

@@ -341,14 +341,14 @@ def test_overlong_vectors(case):
 
 
 def test_the_format_is_measured_where_a_reward_depends_on_it(monkeypatch):
-    assert Scorer("vqa", RewardFlags()).format is rewards.format_reward
-    assert Scorer("count", RewardFlags()).format is rewards.count_format
+    assert Scorer("vqa", RewardFlags()).format("<think>1</think><answer>2</answer>")
+    assert Scorer("count", RewardFlags()).format("A photo of 2 circles")
     assert Scorer("count", RewardFlags(reward=("count=0", "format"))).format is None
     own = rewards.Task(lambda completion, answer, **_: 1.0, template="{{ content }} Reply with a number only.")
     monkeypatch.setitem(rewards.TASKS, "own", own)
     assert Scorer("own", RewardFlags()).format is None, "this task does not ask for the tags"
     monkeypatch.setitem(rewards.TASKS, "own", rewards.Task(own.reward))
-    assert Scorer("own", RewardFlags()).format is rewards.format_reward
+    assert Scorer("own", RewardFlags()).format("<think>1</think><answer>2</answer>")
 
 
 def test_last_boxed():

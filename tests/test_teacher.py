@@ -134,6 +134,7 @@ def test_in_a_step_of_several_updates_the_policy_is_that_before_the_first(tiny_m
     assert "time/old_logp" in read_jsonl(tmp_path / "metrics.jsonl")[0]
 
 
+@pytest.mark.slow  # as tests/test_runs.py shows without a teacher
 def test_two_processes_make_the_same_run(tiny_model, other_model, shapes, tmp_path):
     chosen = dict(teacher=other_model, max_steps=2, num_iterations=2, micro_batch_tokens=300, loss_type="gspo")
     for processes in (0, 2):

@@ -36,7 +36,7 @@ from policy.families import find_family
 from policy.model import load_model, load_policy
 from sampling.episodes import Episodes
 from sampling.hf_engine import HFEngine, PolicyEngine
-from tests.helpers.marks import needs
+from tests.helpers.marks import needs, slow
 from tests.helpers.models import FAMILIES, TEXT, TOKENS, WITH_IMAGES, save_tiny
 from tests.helpers.rows import make_sample
 from tests.helpers.runs import config, difference, metrics, weights
@@ -79,7 +79,7 @@ def talker(tiny_model, tmp_path_factory) -> str:
 # --- what the samplers return -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", [*slow("qwen2_vl"), *(name for name in TRAINED if name != "qwen2_vl")])
 def test_sampler_and_trainer_agree_on_every_turn(family, tmp_path):
     """Also without a copy of the weights, and in smaller batches. The positions are the model's own.
 
@@ -328,9 +328,13 @@ def test_an_environment_that_ends_at_once_changes_nothing(brief_model, shapes, t
     "flags",
     [
         dict(loss_type="grpo", lora_rank=4, beta=0.01, num_iterations=2, importance_mode="sequence_truncate"),
-        dict(loss_type="dr_grpo", advantage="none", train_vision=True, engine="policy", unbiased_kl=True, beta=0.01),
         dict(loss_type="dapo", dynamic_sampling_rounds=2, importance_mode="sequence_mask", overlong_buffer=8),
-        dict(loss_type="gspo", advantage="gdpo", num_iterations=2, prompts_per_update=2, mask_truncated=True),
+        *slow(
+            dict(
+                loss_type="dr_grpo", advantage="none", train_vision=True, engine="policy", unbiased_kl=True, beta=0.01
+            ),
+            dict(loss_type="gspo", advantage="gdpo", num_iterations=2, prompts_per_update=2, mask_truncated=True),
+        ),
         dict(loss_type="cispo", old_logp="sampler", reward=("count=0", f"{ROOT}/tests/helpers/environments.py:parts")),
     ],
     ids=lambda flags: flags["loss_type"],
@@ -380,6 +384,7 @@ def flags_of(talker: str, shapes: str, output: pathlib.Path, env: str = "picture
     return [f"--{name}={value}" for name, value in (flags | TURNS | {"env": env} | more).items()]
 
 
+@pytest.mark.slow
 def test_two_processes_take_the_same_turns_as_one(run, talker, shapes, tmp_path):
     done = run_script("grpo.py", *flags_of(talker, shapes, tmp_path / "run"), processes=2)
     assert done.returncode == 0, done.stderr[-2000:]

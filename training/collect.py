@@ -13,14 +13,14 @@ from typing import Any
 from torch import Tensor
 
 from common import distributed, signals
-from common.errors import StepFailed, UserError
+from common.errors import StepFailed
 from common.records import GroupRewards, Prompt, Rewards, Rollout, Sampling, ScoredGroup
 from common.spans import as_tensors, without_penalty
 from config import Config
 from evaluation.scorer import Scorer
 from policy.model import Policy, cache_image_features
 from rewards import MAX_UNSCORED
-from rollout import Engine, prompt_seed
+from rollout import Engine, check_rollouts, prompt_seed
 from sampling.continuation import Continuation
 from sampling.episodes import generate_options
 from training.metrics import Clock, sampling_metrics
@@ -172,13 +172,7 @@ class Collector:
         sampling = Sampling(self.cfg.num_generations, self.cfg.max_completion_length, self.cfg.temperature)
         episodes = generate_options(self.stream.rows(drawn), self.stream.processor, self.add_features)
         groups = self.engine.generate(prompts, seeds, sampling, continuation, **episodes)
-        longest = max((len(rollout.ids) for group in groups for rollout in group), default=0)
-        if [len(group) for group in groups] != [sampling.n] * len(prompts) or longest > sampling.max_tokens:
-            asked = f"{len(prompts)} groups of {sampling.n} completions, of at most {sampling.max_tokens} tokens"
-            raise UserError(
-                f"the sampler returned groups of {[*map(len, groups)]}, of up to {longest}; expected {asked}"
-            )
-        return groups
+        return check_rollouts(groups, len(prompts), sampling, self.stream.processor) if self.cfg.plugin else groups
 
     def _gather(self, groups: list[ScoredGroup], rows: list[int]) -> list[list[Rewards]]:
         """Gather the rewards of all processes' groups, in prompt order, and record them and the completions' lengths.

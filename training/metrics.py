@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from common import distributed
 from common.group_stats import deviation, is_varied
 from common.records import GroupRewards, Rollout
 from packing import PackedBatch
-from rewards import Reward
 
 # Dense bfloat16 FLOP/s, from NVIDIA's data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
@@ -59,18 +58,16 @@ def time_and_idle(laps: list[list[float]]) -> tuple[float, float]:
 
 
 def sampling_metrics(
-    rollouts: list[Rollout], rewards: GroupRewards, clock: Clock, has_format: Reward | None = None
+    rollouts: list[Rollout], rewards: GroupRewards, clock: Clock, has_format: Callable[[str], bool] | None = None
 ) -> dict[str, float]:
     """Return the metrics of what a step has sampled.
 
     `rollouts` are this process's completions that the step kept, and `rewards` are those of every completion that was
     sampled. `has_format` tells whether a completion has the format that its task asks for.
     """
-    lengths = torch.tensor([len(rollout.ids) for rollout in rollouts], dtype=torch.float64)
-    truncated = torch.tensor([rollout.truncated for rollout in rollouts], dtype=torch.float64)
-    formatted = torch.tensor([has_format(r.text) if has_format else math.nan for r in rollouts], dtype=torch.float64)
-    sums = [lengths.sum(), truncated.sum(), formatted.sum(), torch.tensor(len(rollouts)).double()]
-    total_length, num_truncated, num_formatted, num_rollouts = distributed.all_sum(torch.stack(sums))
+    counts = [(len(r.ids), r.truncated, has_format(r.text) if has_format else math.nan, 1) for r in rollouts]
+    sums = distributed.all_sum(torch.tensor(counts, dtype=torch.float64).reshape(-1, 4).sum(0))
+    total_length, num_truncated, num_formatted, num_rollouts = sums
     max_length = distributed.all_max(torch.tensor([max((len(rollout.ids) for rollout in rollouts), default=0)]))
     rollout_seconds, idle = time_and_idle(distributed.all_gather(clock.laps["rollout"]))
     timings = clock.metrics() | {"time/rollout": rollout_seconds}

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -76,7 +77,8 @@ class PromptStream:
         """Draw the prompts at `positions` after `step` steps; `ORDERS` decides which rows they are."""
         rows = [ORDERS["default"](self, position, cfg) for position in positions]
         if wrong := [row for row in rows if not (isinstance(row, Integral) and 0 <= row < len(self.samples))]:
-            raise UserError(f"ORDERS: it returned {wrong[0]!r}; expected a row, from 0 to {len(self.samples) - 1}")
+            expected = f"a row, from 0 to {len(self.samples) - 1}"
+            raise UserError(f"ORDERS: it returned {reprlib.repr(wrong[0])}; expected {expected}")
         return [DrawnPrompt(position, step, int(row)) for position, row in zip(positions, rows)]
 
     def assign_prompts(

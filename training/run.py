@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from common import console, distributed
-from common.errors import UserError
+from common.errors import UserError, find_entry
 from common.records import RequestLimits, Sample
 from config import Config
 from data import Processor, load_split, processor_for
@@ -23,7 +23,7 @@ from evaluation.scorer import Scorer
 from policy.base_files import settings_folder
 from policy.memory import GIB, Plan, choose_micro_batch_size, gpus_here, limit_allocator, plan, sampler_stays_awake
 from policy.model import Policy, check_trained, compute_dtype, load_policy
-from policy.optimizer import make_optimizers
+from policy.optimizer import OPTIMIZERS, make_optimizers
 from policy.sharding import AFTER_UPDATE, apply_fsdp, load_reference, load_teacher
 from rollout import ENGINES, Engine, check_engine_available, choose_engine, make_engine
 from sampling.episodes import max_images_seen
@@ -32,7 +32,7 @@ from training.collect import Collector
 from training.loop import Evaluate, Loop, Run, load_state
 from training.metrics import Clock
 from training.partial_rollouts import check_lengths, make_collector
-from training.prompt_stream import PromptStream
+from training.prompt_stream import ORDERS, PromptStream
 from training.run_folder import WRITTEN, ResumePlan, RunFolder
 from training.run_log import RunLog, check_output_folder
 from training.teacher import load_teacher_processor
@@ -67,6 +67,8 @@ def start(
     resume = folder.plan_resume(cfg.resume)
     check_output_folder(cfg.output, cfg.overwrite or resume.replaces_output, resume.continues_output)
     check_start_survives(cfg)
+    if cfg.plugin:
+        check_entries()
     check_after_update(cfg)
     choose_learning_rate(cfg, resume)
     stream, eval_samples, scorer, limits = (read or check_inputs)(cfg)
@@ -100,8 +102,7 @@ def start(
 
 def check_restarts(cfg: Config) -> None:
     """Raise UserError if torchrun may restart this command and it would then not continue its own run."""
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if restarts != "0" and cfg.resume not in ("auto", "newest"):
+    if (restarts := os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) != "0" and cfg.resume not in ("auto", "newest"):
         raise UserError(f"with --max_restarts {restarts}, torchrun runs the same command again: add --resume auto")
 
 
@@ -127,6 +128,14 @@ def check_start_survives(cfg: Config) -> None:
         path = pathlib.Path(start or "").resolve()
         if start and output in path.parents and WRITTEN.fullmatch(path.relative_to(output).parts[0]):
             raise UserError(f"--{name} {start!r} would be replaced by this run: choose another --output")
+
+
+def check_entries() -> None:
+    """Raise UserError if an entry that no flag chooses is no function, or takes other arguments than it gets."""
+    find_entry("ORDERS", "default", ORDERS, Callable, "stream, position, cfg")
+    find_entry("OPTIMIZERS", "default", OPTIMIZERS, Callable, "policy, flags, updates")
+    for name in AFTER_UPDATE:
+        find_entry("AFTER_UPDATE", name, AFTER_UPDATE, Callable, "policy, reference, updates, cfg")
 
 
 def check_after_update(cfg: Config) -> None:
@@ -160,9 +169,8 @@ def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, Reque
     if cfg.eval_data:
         eval_samples = load_split(cfg, cfg.eval_data, scorer.gold_task, processor, keep_duplicates=True)
     scorer.check_columns([*samples, *eval_samples])
-    longest = cfg.max_prompt_length + cfg.max_completion_length
     images = max_images_seen([*samples, *eval_samples], processor)
-    return stream, eval_samples, scorer, RequestLimits(longest, images)
+    return stream, eval_samples, scorer, RequestLimits(cfg.max_prompt_length + cfg.max_completion_length, images)
 
 
 def hold_out(samples: list[Sample], fraction: float, seed: int) -> tuple[list[Sample], list[Sample]]:
@@ -233,8 +241,7 @@ def load_models(
     reference = load_reference(cfg.model, cfg, device, policy, planned.sharding) if cfg.beta else None
     teacher = load_teacher(cfg, device, policy, planned.sharding) if cfg.teacher else None
     others = [model for model in (reference, teacher) if model not in (None, policy)]
-    tokens = choose_micro_batch_size(policy, others, planned)
-    return policy, reference, teacher, engine, tokens
+    return policy, reference, teacher, engine, choose_micro_batch_size(policy, others, planned)
 
 
 def start_sampler(cfg: Config, planned: Plan, policy: Policy, processor: Processor, limits: RequestLimits) -> Engine:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 from common import distributed, signals
 from common.errors import StepFailed
@@ -134,8 +135,7 @@ class Updater:
             self.by_turn = difference_by_turn(groups, logps, self.cfg.max_turns)
         if self.updates and self.cfg.old_logp == "sampler":  # in later updates, the policy is no longer the sampler's
             stats |= {name: torch.zeros(()) for name in guards.DIFFERENCES}
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.cfg.max_grad_norm)
-        grad_norm = distributed.full_tensor(norm)
+        grad_norm = distributed.full_tensor(clip_grad_norm_(self.policy.parameters(), self.cfg.max_grad_norm))
         flags = self._judge(stats, grad_norm, groups, logps)
         with self.clock("optimizer"):
             if not (flags["skipped"] or flags["empty"]):  # without a gradient, AdamW's momentum would move the weights

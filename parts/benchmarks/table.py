@@ -15,9 +15,9 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import field
-from typing import Any
+from typing import Annotated, Any
 
-from common.errors import UserError, dataclass
+from common.errors import UserError, dataclass, takes
 from common.records import Sample, Turn
 from grading import answers
 from inputs.rows import Locate, Problem, RowError, drop_images, place_images, resolve_image
@@ -44,14 +44,14 @@ class Benchmark:
     """How the rows of one benchmark are read, turned into prompts and scored."""
 
     hub: str  # name on the hub, with the split that is scored
-    judge: Callable[[str, str, Row, Server], Judgement]
+    judge: Annotated[Callable[[str, str, Row, Server], Judgement], takes("text, gold, row, server")]
     """Judges the answer part of a response; the other arguments are the gold answer, the row and the server."""
     columns: tuple[str, ...]  # columns that the prompt and the scoring need
     image_column: str | None = None  # column of the images; None for text-only benchmarks
     subset_columns: tuple[str, ...] = ()  # optional columns whose values get separate scores
     may_be_empty: tuple[str, ...] = ()  # which of `columns` may be empty
-    prompt: Callable[[Row], str] = lambda row: str(row["question"])
-    gold: Callable[[Row], str] = lambda row: str(row["answer"])
+    prompt: Annotated[Callable[[Row], str], takes("row")] = lambda row: str(row["question"])
+    gold: Annotated[Callable[[Row], str], takes("row")] = lambda row: str(row["answer"])
     server_role: str | None = None
     """Role of a server's model in the official scoring: `extractor` or `judge`; None if answers are scored by rule."""
 

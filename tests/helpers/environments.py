@@ -61,6 +61,7 @@ FAULTS = {
     "huge": lambda: Reply(None, 10**400),
     "large": lambda: Reply("go on", 1e300),
     "reward": lambda: Reply("go on", None),
+    "quoted": lambda: Reply("go on", "1.5"),
     "pixels": lambda: Image.new("1", (20_000, 20_000)),
     "together": lambda: [Image.new("1", (6_000, 6_000))] * 2,
     "strip": lambda: Image.new("L", (20_000, 60)),

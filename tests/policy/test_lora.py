@@ -34,6 +34,7 @@ from policy.optimizer import pinned_slots
 from policy.sharding import apply_fsdp
 from sampling.hf_engine import HFEngine
 from tests.helpers.adapters import LANGUAGE_TARGETS, VISION_TARGETS, copy_adapter, plain_logits, save_random_adapter
+from tests.helpers.marks import slow
 from tests.helpers.models import FAMILIES, WITH_IMAGES, build, make_group, plain_logprobs, save_tiny
 from tests.helpers.runs import SMALL, config, weights
 from tests.helpers.scripts import run_script
@@ -268,7 +269,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ["new", "with vision", "4-bit", *slow("checkpointed", "offloaded")])
 def test_runs(name, tiny_model, shapes, tmp_path):
     grpo.main(config(tiny_model, shapes, tmp_path, max_steps=3, save_every=2, **RUNS[name]))
     rows = read_jsonl(tmp_path / "metrics.jsonl")

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.attention.varlen
 from torch._dynamo.backends.debugging import aot_eager
 
 import packing
@@ -97,7 +98,10 @@ def test_it_is_an_operator_as_torch_requires(on_cpu):
         torch.library.opcheck(flash_attention.attend, (*tensors, *lengths, 0.3))
 
 
-@pytest.mark.parametrize(("family", "graphs"), [("qwen2_5_vl", 2), ("qwen3_vl", 2), ("aria", 6), ("qwen3_5", 6)])
+@pytest.mark.parametrize(
+    ("family", "graphs"),
+    [("qwen2_5_vl", 2), ("qwen3_vl", 2), pytest.param("aria", 6, marks=pytest.mark.slow), ("qwen3_5", 6)],
+)
 def test_a_compiled_decoder_layer_is_one_graph_and_its_gradients_stay_the_same(family, graphs, on_cpu, monkeypatch):
     """The other graph computes log-probabilities. Only experts and linear attention divide a layer.
 

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 import grpo
-from common.errors import RunStopped
+from common.errors import RunStopped, UserError
 from common.files import read_jsonl
 from common.records import Prompt, Rewards, Rollout, ScoredGroup
 from tests.helpers.rows import make_sample
@@ -21,7 +21,14 @@ from training.run_log import RunLog
 pytest.importorskip("parts.pages", reason="needs parts/pages, which is not here")
 
 from parts.pages import __main__, report
-from parts.pages.report import GROUPS_ON_PAGE, GROUPS_PER_REPORT, draw_curves, is_group, write_index, write_page
+from parts.pages.report import (
+    GROUPS_ON_PAGE,
+    GROUPS_PER_REPORT,
+    draw_curves,
+    is_group,
+    write_index,
+    write_page,
+)
 
 
 def test_the_page_shows_text_as_text_and_marks_rewards(tmp_path):
@@ -202,6 +209,31 @@ def test_the_curves_of_a_run_with_a_teacher_have_its_kl(tmp_path, monkeypatch):
     assert found["KL to the teacher"][0] == [0.5, 0.5] and "mean reward of a step" not in found
     found = curves(tmp_path, [row | {"reward": 0.5} for row in alone], monkeypatch)
     assert {"KL to the teacher", "mean reward of a step"} < found.keys()
+
+
+def test_a_page_that_cannot_be_written_is_a_warning(tmp_path, capsys):
+    """Its name is that of a folder, or the logs hold what no page can show."""
+    group = {"step": 1, "images": [], "completions": [{"text": "a", "reward": 1, "advantage": 0, "parts": 3}]}
+    for name, row in {"metrics": {"step": 1, "reward": 1}, "completions": group}.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "index.html").mkdir()
+    log = RunLog(str(tmp_path), {"report_every": 1}, resumed_step=1)
+    for step in (2, 3):
+        log.metrics(step, {"reward": 1.0})
+    lines = capsys.readouterr().err.splitlines()
+    assert [re.search(r"^warning: .*: (\w+) fails \(", line)[1] for line in lines] == ["write_page", "write_index"]
+    assert (tmp_path / "curves.png").is_file()
+    with pytest.raises(UserError, match="write_page fails"):
+        __main__.main(__main__.Config(run=str(tmp_path)))
+
+
+@pytest.mark.parametrize("number", ["1e400", "1" * 400, "1.7e308", "-1.7e308"])
+def test_huge_numbers_in_logs_keep_no_run_from_being_resumed_or_drawn(number, tmp_path):
+    completion = {"text": "a", "reward": 1, "advantage": 7}
+    for name, row in {"metrics": {"reward": 7}, "completions": {"images": [], "completions": [completion]}}.items():
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps({"step": 1} | row) + "\n").replace("7", number) * 9)
+    assert not report.write_pages(tmp_path)
+    RunLog(str(tmp_path), {"report_every": 1}, resumed_step=2)
 
 
 @pytest.mark.parametrize("rewards", [[1.0], {"vqa": "high"}, 3])
