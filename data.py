@@ -386,9 +386,10 @@ def validate_rows(
     return kept
 
 
-def max_images(samples: list[Sample]) -> int:
-    """Return the largest number of images in any sample, at least 1."""
-    return max(1, *(len(sample.images) for sample in samples))
+def max_images(samples: list[Sample], processor: Processor) -> int:
+    """Return the largest number of images in a prompt, at least 1, and in what an environment answers."""
+    answers = processor.environment.max_images if processor.environment else 0
+    return max(1, *(len(sample.images) for sample in samples)) + answers
 
 
 def summarise(problems: list[str], what: str) -> str:

@@ -24,14 +24,13 @@ from common.files import lock_file, read_jsonl, release_locks
 from common.parts import extra
 from common.records import RequestLimits, Sample
 from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags, check_values
-from data import Processor, processor_for
+from data import Processor, max_images, processor_for
 from evaluation.held_out import SamplingFlags, open_progress, sample_rows
 from evaluation.metrics import pass_at_k
 from evaluation.predictions import Judge, format_table, read_predictions, write_predictions
 from inputs.images import file_version
 from policy.model import Policy, compute_dtype, load_policy
 from rollout import ENGINES, Engine, check_engine_available, choose_engine, make_engine
-from sampling.episodes import max_images_seen
 from sampling.hf_engine import PolicyEngine
 
 __all__ = ["pass_at_k"]
@@ -116,7 +115,7 @@ def generate_responses(
     flags = PolicyFlags(adapter=cfg.adapter, load_in_4bit=cfg.load_in_4bit)
     place = device if cfg.load_in_4bit else torch.device("cpu")
     adapted = load_policy(cfg.model, flags, place) if cfg.adapter else None
-    engine = start_sampler(cfg, processor, max_images_seen(samples, processor), adapted, device)
+    engine = start_sampler(cfg, processor, max_images(samples, processor), adapted, device)
     settings, folder = resume_key(cfg, samples), pathlib.Path(cfg.output)
     try:
         outputs = sample_rows(engine, processor, samples, cfg, open_progress(folder, settings))

@@ -20,7 +20,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -36,8 +36,10 @@ from data import Processor
 from policy.model import Policy, load_model, num_weights, stop_tokens
 from policy.sharding import sampler_weights
 from sampling.continuation import Continuation
-from sampling.episodes import Episodes
 from sampling.hf_engine import HFEngine, PolicyEngine
+
+if TYPE_CHECKING:
+    from sampling.episodes import Episodes
 
 
 @runtime_checkable

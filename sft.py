@@ -144,7 +144,7 @@ def read_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], None, RequestL
     answers = json.dumps([sample.responses for sample in samples])
     stream.fingerprint["rows_digest"] += hashlib.sha256(answers.encode()).hexdigest()[:16]
     longest = cfg.max_prompt_length + cfg.max_completion_length
-    return stream, held_out, None, RequestLimits(longest, max_images([*samples, *held_out]))
+    return stream, held_out, None, RequestLimits(longest, max_images([*samples, *held_out], processor))
 
 
 def load_answers(cfg: Config, data: str, processor: Processor) -> list[Sample]:

@@ -11,6 +11,8 @@ from common.errors import UserError, find_entry
 from common.templates import control_tokens, variable_names
 from grading.calls import parameters
 
+MAX_IMAGES = 8  # in an answer
+
 
 @dataclass(frozen=True)
 class RunEnvironment:
@@ -22,6 +24,11 @@ class RunEnvironment:
     description: str  # of the tools, at the end of the system prompt, if it cannot
     max_turns: int  # of the model in an episode
     max_seen: int  # maximum number of tokens that the model sees in an episode, with the prompt
+
+    @property
+    def max_images(self) -> int:
+        """Maximum number of images in all answers of an episode; none follows the last turn."""
+        return MAX_IMAGES * (self.max_turns - 1)
 
 
 def find_environment(name: str, tokenizer: Any, max_turns: int, max_seen: int) -> RunEnvironment:

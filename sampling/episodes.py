@@ -19,14 +19,14 @@ import rewards
 from common import console, distributed
 from common.errors import CallFailed
 from common.records import TAG, Prompt, Rollout, Sample, Trajectory, Turn
-from data import Processor, digest_of, expand_images, max_images, prompt_position_ids
+from data import Processor, digest_of, expand_images, prompt_position_ids
 from grading.calls import ROOT, killable_workers
 from inputs import images as image_files
+from inputs.environment import MAX_IMAGES
 from inputs.images import fit_image, read_source
 from sampling.replies import encode_reply, reply_role
 
 THREADS = 16  # episodes that ask their environment at the same time
-MAX_IMAGES = 8  # in an answer
 MAX_REPORTS = 10  # different reasons why calls have failed that a process prints
 TAKE_TURN = f"{ROOT}/sampling/environment_worker.py:take_turn"
 
@@ -81,12 +81,6 @@ def generate_options(
 ) -> dict[str, Any]:
     """Return the arguments that `Engine.generate` needs for an environment, for prompts of `samples`; else nothing."""
     return {"episodes": Episodes(samples, processor, add_features)} if processor.environment else {}
-
-
-def max_images_seen(samples: list[Sample], processor: Processor) -> int:
-    """Return the largest number of images in a prompt and what follows it."""
-    answers = processor.environment.max_turns - 1 if processor.environment else 0
-    return max_images(samples) + MAX_IMAGES * answers
 
 
 class Episode:

@@ -22,11 +22,9 @@ from policy.model import Policy, cache_image_features
 from rewards import MAX_UNSCORED
 from rollout import Engine, check_rollouts, prompt_seed
 from sampling.continuation import Continuation
-from sampling.episodes import generate_options
 from training.metrics import Clock, sampling_metrics
 from training.offsets import in_tokens
 from training.prompt_stream import DrawnPrompt, PromptStream
-from training.turns import turn_metrics
 
 AdvantagesOf = Callable[[GroupRewards, dict[str, float], Config], Tensor]
 """Returns the advantages, (groups, G) or (groups, G, L), given the rewards of groups and the weight of each reward."""
@@ -170,7 +168,11 @@ class Collector:
         """Let the sampler generate for `drawn`, encoded as `prompts`; a seed depends on the prompt's position alone."""
         seeds = [prompt_seed(self.cfg.seed, each.position) for each in drawn]
         sampling = Sampling(self.cfg.num_generations, self.cfg.max_completion_length, self.cfg.temperature)
-        episodes = generate_options(self.stream.rows(drawn), self.stream.processor, self.add_features)
+        episodes: dict[str, Any] = {}
+        if self.stream.processor.environment:
+            from sampling.episodes import Episodes
+
+            episodes["episodes"] = Episodes(self.stream.rows(drawn), self.stream.processor, self.add_features)
         groups = self.engine.generate(prompts, seeds, sampling, continuation, **episodes)
         return check_rollouts(groups, len(prompts), sampling, self.stream.processor) if self.cfg.plugin else groups
 
@@ -207,5 +209,9 @@ class Collector:
 
     def metrics(self, step: int) -> dict[str, float]:
         """Return the metrics of what was collected after `step` steps."""
-        turns = turn_metrics(self.rollouts) if self.cfg.env else {}
-        return sampling_metrics(self.rollouts, self.rewards, self.clock, self.scorer.format) | turns
+        metrics = sampling_metrics(self.rollouts, self.rewards, self.clock, self.scorer.format)
+        if self.cfg.env:
+            from training.turns import turn_metrics
+
+            metrics |= turn_metrics(self.rollouts)
+        return metrics

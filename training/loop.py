@@ -20,7 +20,6 @@ from common.errors import Interrupted, RunStopped, StepFailed, UserError
 from common.files import release_locks
 from common.records import Sample
 from config import Config
-from evaluation.held_out import score_policy
 from policy.model import Policy
 from training import guards
 from training.checkpoint import Saver, parts_of, random_states, restore_random_states, state_tensors
@@ -173,6 +172,8 @@ class Loop:
 
 def score_completions(run: Run, samples: list[Sample]) -> dict[str, float]:
     """Return the scores of the current policy on held-out rows, with one greedy completion each."""
+    from evaluation.held_out import score_policy
+
     owner, max_tokens = run.collector, run.cfg.max_completion_length
     return score_policy(run.policy, owner.engine, owner.stream.processor, samples, owner.scorer, max_tokens)
 

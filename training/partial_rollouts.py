@@ -29,7 +29,6 @@ import torch
 from common import distributed
 from common.errors import UserError
 from common.records import Prompt, Rollout
-from config import Config
 from sampling.continuation import NOT_STARTED, Continuation
 from training.collect import Collector
 from training.prompt_stream import DrawnPrompt
@@ -93,12 +92,6 @@ class PartialCollector(Collector):
     def metrics(self, step: int) -> dict[str, float]:
         ages = partial_metrics(self.rollouts, self.in_flight, step, self.cfg.max_staleness)
         return super().metrics(step) | ages
-
-
-def make_collector(cfg: Config, *args: Any, has_in_flight: bool = False) -> Collector:
-    """Return a collector with these arguments. `has_in_flight`: whether a resumed run has prompts in flight."""
-    make = PartialCollector if cfg.oversample > 1 or has_in_flight else Collector
-    return make(cfg, *args)
 
 
 def check_lengths(in_flight: list[dict[str, Any]], max_length: int) -> None:

@@ -3,7 +3,6 @@
 Start reading at `start`. grpo.py trains what it returns.
 """
 
-import functools
 import json
 import os
 import pathlib
@@ -18,7 +17,7 @@ from common import console, distributed
 from common.errors import UserError, find_entry
 from common.records import RequestLimits, Sample
 from config import Config
-from data import Processor, load_split, processor_for
+from data import Processor, load_split, max_images, processor_for
 from evaluation.scorer import Scorer
 from policy.base_files import settings_folder
 from policy.memory import GIB, Plan, choose_micro_batch_size, gpus_here, limit_allocator, plan, sampler_stays_awake
@@ -26,16 +25,13 @@ from policy.model import Policy, check_trained, compute_dtype, load_policy
 from policy.optimizer import OPTIMIZERS, make_optimizers
 from policy.sharding import AFTER_UPDATE, apply_fsdp, load_reference, load_teacher
 from rollout import ENGINES, Engine, check_engine_available, choose_engine, make_engine
-from sampling.episodes import max_images_seen
 from training import checkpoint
 from training.collect import Collector
 from training.loop import Evaluate, Loop, Run, load_state
 from training.metrics import Clock
-from training.partial_rollouts import check_lengths, make_collector
 from training.prompt_stream import ORDERS, PromptStream
 from training.run_folder import WRITTEN, ResumePlan, RunFolder
 from training.run_log import RunLog, check_output_folder
-from training.teacher import load_teacher_processor
 from training.updates import Updater
 
 # flags on which the text and the images of a prompt depend
@@ -51,7 +47,7 @@ def start(
     """Check the flags and the data, load the models, and return a run that is ready to train.
 
     `read`, `make` and `evaluate` (of sft.py) read the inputs, make the collector and score held-out rows, in place of
-    `check_inputs`, `make_collector` and `training.loop.score_completions`.
+    `check_inputs`, `collector_of` and `training.loop.score_completions`.
 
     The order matters. Flags, output folder and rows are checked first, so that a mistake is found within seconds. The
     sampler starts before the policy is moved to the GPUs, because vLLM measures the free memory. The micro-batches are
@@ -80,8 +76,7 @@ def start(
         torch.set_num_threads(1)
     clock = Clock()
     interrupted: list[int] = []  # shared by the owners, as the clock is
-    make = make or functools.partial(make_collector, has_in_flight="in_flight" in state.get("collector", {}))
-    collector = make(cfg, stream, engine, scorer, clock, interrupted)
+    collector = (make or collector_of(cfg, state))(cfg, stream, engine, scorer, clock, interrupted)
     optimizers = make_optimizers(policy, cfg, collector.total_steps * cfg.updates_per_step)
     torch.manual_seed(cfg.seed + distributed.rank())  # for dropout; a checkpoint restores its own random state
     resumed_step = state["step"] if resume.continues_output else None
@@ -98,6 +93,15 @@ def start(
             loop.eval_due = bool(eval_samples) and (loop.eval_due or not has_same_rows)  # others have no score yet
     run.log = prepare_output(cfg, folder, resumed_step, collector)
     return run
+
+
+def collector_of(cfg: Config, state: dict[str, Any]) -> type[Collector]:
+    """Return the class of the run's collector; `state`: that of the checkpoint, which may have prompts in flight."""
+    if cfg.oversample == 1 and "in_flight" not in state.get("collector", {}):
+        return Collector
+    from training.partial_rollouts import PartialCollector
+
+    return PartialCollector
 
 
 def check_restarts(cfg: Config) -> None:
@@ -161,7 +165,11 @@ def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, Reque
         )
     processor = processor_for(cfg)
     samples = load_split(cfg, cfg.data, scorer.gold_task, processor)
-    teacher = load_teacher_processor(cfg, processor, samples) if cfg.teacher else None
+    teacher = None
+    if cfg.teacher:
+        from training.teacher import load_teacher_processor
+
+        teacher = load_teacher_processor(cfg, processor, samples)
     if unused := [sample.source for sample in samples if sample.teacher_images and not teacher]:
         raise UserError(f"{unused[0]} has 'teacher_images', and there is no --teacher: add it, or remove the column")
     samples, eval_samples = hold_out(samples, cfg.eval_fraction, cfg.seed) if cfg.eval_fraction else (samples, [])
@@ -169,7 +177,7 @@ def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, Reque
     if cfg.eval_data:
         eval_samples = load_split(cfg, cfg.eval_data, scorer.gold_task, processor, keep_duplicates=True)
     scorer.check_columns([*samples, *eval_samples])
-    images = max_images_seen([*samples, *eval_samples], processor)
+    images = max_images([*samples, *eval_samples], processor)
     return stream, eval_samples, scorer, RequestLimits(cfg.max_prompt_length + cfg.max_completion_length, images)
 
 
@@ -194,6 +202,8 @@ def check_state(cfg: Config, stream: PromptStream, resume: ResumePlan) -> dict[s
         checkpoint.check_settings(folder, state["config"], asdict(cfg) | stream.fingerprint)
         if (path := folder / checkpoint.IN_FLIGHT).is_file():
             state["collector"]["in_flight"] = in_flight = torch.load(path, weights_only=True)
+            from training.partial_rollouts import check_lengths
+
             check_lengths(in_flight, cfg.max_completion_length)
             check_in_flight(cfg, state["config"])
     return state

@@ -27,7 +27,6 @@ from policy.optimizer import Optimizers
 from policy.sharding import AFTER_UPDATE, reduce_gradients, take_gradients, unsharded
 from training import guards
 from training.metrics import Clock, update_metrics
-from training.turns import difference_by_turn
 
 PHASES = {"ref_logp": "reference", "teacher_logp": "teacher", "trainer_logp": "old_logp"}  # where time is counted
 
@@ -132,6 +131,8 @@ class Updater:
             )
             stats = distributed.reduce_stats(sums)
         if self.cfg.env and not self.updates:
+            from training.turns import difference_by_turn
+
             self.by_turn = difference_by_turn(groups, logps, self.cfg.max_turns)
         if self.updates and self.cfg.old_logp == "sampler":  # in later updates, the policy is no longer the sampler's
             stats |= {name: torch.zeros(()) for name in guards.DIFFERENCES}

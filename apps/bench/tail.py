@@ -34,9 +34,8 @@ from rollout import Engine
 from sampling.continuation import NOT_STARTED, Continuation
 from sampling.hf_engine import HFEngine, _prefixes
 from sampling.vllm_loop import request_seed
-from training.partial_rollouts import make_collector
 from training.prompt_stream import PromptStream
-from training.run import Run
+from training.run import Run, collector_of
 
 
 @dataclass
@@ -168,7 +167,8 @@ def restart(run: Run, data: str, oversample: float, steps: int) -> None:
     cfg, old = run.cfg, run.collector
     cfg.oversample, cfg.max_steps = oversample, 10 * steps
     stream = PromptStream(load_split(cfg, data, "count", old.stream.processor), old.stream.processor, cfg.seed)
-    run.step, run.collector = 0, make_collector(cfg, stream, old.engine, old.scorer, old.clock, old.interrupted)
+    make = collector_of(cfg, {})
+    run.step, run.collector = 0, make(cfg, stream, old.engine, old.scorer, old.clock, old.interrupted)
     run.collector.prefetch(0)
     wait(stream.prefetched.values())
 

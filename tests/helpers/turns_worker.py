@@ -23,12 +23,12 @@ from common import distributed, plugins
 from common.errors import UserError
 from common.records import Completion, Group, RequestLimits, Rollout, Sample, Sampling
 from config import EngineFlags, PolicyFlags
-from data import encode_prompts, load_processor, use_environment
+from data import encode_prompts, load_processor, max_images, use_environment
 from policy.batches import completion_logprobs
 from policy.model import load_policy
 from policy.sharding import apply_fsdp
 from rollout import make_engine
-from sampling.episodes import Episode, Episodes, max_images_seen
+from sampling.episodes import Episode, Episodes
 from sampling.vllm_checks import record_tower_inputs
 from tests.helpers.rows import make_sample
 
@@ -56,7 +56,7 @@ class Turns:
         self.with_images = self.processor.family.vision is not None
         self.policy = apply_fsdp(load_policy(model, PolicyFlags(compile=False), device), device, dtype)
         flags = EngineFlags(engine="vllm", vllm_memory=0.1, check_sync=True)
-        most_images = max_images_seen(make_rows([""], self.with_images), self.processor)
+        most_images = max_images(make_rows([""], self.with_images), self.processor)
         limits = RequestLimits(MAX_SEEN + MAX_TOKENS, most_images)
         self.engine = make_engine(flags, model, self.processor, device, dtype, limits, self.policy)
         self.engine.stop = [*self.engine.stop, *END_TOKENS]
