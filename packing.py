@@ -102,7 +102,6 @@ class PackedBatch:
     """The concatenated vision inputs of all images, or only `features` if a frozen vision tower's output is cached.
     Empty if there are no images. A blank image without image tokens (see `micro_batches`) changes nothing."""
     image_tokens: Tensor  # packed indices of the image tokens, whose embeddings the image features replace
-    flop: float = 0.0  # floating-point operations of the language model's forward and backward pass, for the metrics
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Return a copy of the batch on `device`. `vision` stays: the model moves what it needs of it."""

@@ -1,9 +1,8 @@
-"""Micro-batches: fill them, build the same number on every process, count their FLOPs, record log-probabilities."""
+"""Micro-batches: fill them, build the same number on every process, record log-probabilities."""
 
 import itertools
-import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,13 +12,9 @@ from common import distributed
 from common.records import Completion, Group, Prompt
 from packing import PackedBatch, pack, split_group, split_groups
 from policy.families import (
-    attention_windows,
     blank_image,
-    experts_per_token,
-    head_dim,
     language_model,
     patches_per_token,
-    routed_experts,
 )
 from policy.lora import without_dropout
 from policy.model import Policy, trains_vision, vision_parameters
@@ -69,12 +64,11 @@ def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[
         if 1 < policy.num_shards < distributed.world_size():
             # FSDP sums the gradients that it reduces in each micro-batch, so all must cover the same weights.
             run_tower[:] = run_tower.any()
-    device, count_flop = next(policy.parameters()).device, flop_counter(policy)
+    device = next(policy.parameters()).device
     for i, part in enumerate(parts):
         batch = pack(part)
         if run_tower[i] and not batch.vision:
             batch.vision = blank_image(policy.model).vision
-        batch.flop = count_flop(batch)
         yield batch.to(device), i + 1 == num_batches
 
 
@@ -101,54 +95,6 @@ def vision_cost_per_token(policy: Policy) -> float:
         p.numel() for p in language_model(policy.model).layers.parameters()
     )
     return ratio * patches_per_token(policy.model)
-
-
-def _pairs(queries: int, keys: int, window: float) -> float:
-    """Return how many keys the queries of a segment attend to in total; both end at the same token."""
-
-    def seen(length: float) -> float:  # by as many queries as keys
-        return length * length / 2
-
-    out_of_sight = seen(max(0.0, keys - window)) - seen(max(0.0, keys - queries - window))
-    return seen(keys) - seen(keys - queries) - out_of_sight
-
-
-def flop_counter(policy: Policy) -> Callable[[PackedBatch], float]:
-    """Return a function that counts the operations of the language model's forward and backward pass on a batch.
-
-    In the forward pass, each weight takes two floating-point operations per token; of a layer's experts, those count
-    that a token goes through. The adapters of experts are not counted. In each attention layer, a pair of a query and a
-    key that the query attends to takes four operations per dimension of the heads. In each Gated DeltaNet layer, a
-    token takes six operations per element of the heads' states.
-
-    In the backward pass, attention costs twice the forward pass. For the rest, the gradients of the activations cost as
-    much as the forward pass, and those of the weights as much times the fraction of the weights that are trained.
-    """
-    model = language_model(policy.model)
-    config = model.config
-    named = model.layers.named_parameters()
-    shapes = [getattr(p, "quant_state", p).shape for name, p in named if not (".experts." in name and ".lora_" in name)]
-    of_experts = [parameter.shape for parameter in routed_experts(policy.model).values()]
-    weights = sum(math.prod(shape) for shape in shapes if len(shape) < 3)
-    weights += experts_per_token(config) * sum(shape[1] * shape[2] for shape in of_experts)
-    windows = Counter(attention_windows(config))  # number of layers by window
-    if num_linear := config.num_hidden_layers - windows.total():
-        state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
-        weights += 3 * num_linear * state
-    width = config.num_attention_heads * head_dim(config)
-    lm_head = config.hidden_size * config.vocab_size
-    counts = {False: 0, True: 0}
-    for parameter in model.parameters():
-        counts[parameter.requires_grad] += getattr(parameter, "quant_state", parameter).shape.numel()
-    trained = counts[True] / sum(counts.values())
-
-    def count(batch: PackedBatch) -> float:
-        lengths = list(zip(batch.segments.q_lens, batch.segments.k_lens))
-        pairs = sum(layers * _pairs(q, k, window) for window, layers in windows.items() for q, k in lengths)
-        dense = 2.0 * (weights * batch.input_ids.shape[1] + lm_head * len(batch.targets))
-        return (2 + trained) * dense + 3 * 4.0 * width * pairs
-
-    return count
 
 
 @torch.no_grad()

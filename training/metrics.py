@@ -14,7 +14,6 @@ from common.records import GroupRewards, Rollout
 from packing import PackedBatch
 
 # Dense bfloat16 FLOP/s, from NVIDIA's data sheets.
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 
 
 class Clock:
@@ -89,10 +88,8 @@ def sampling_metrics(
     }
 
 
-def update_metrics(
-    updates: list[dict[str, Tensor]], train_seconds: float, has_teacher: bool = False
-) -> dict[str, float]:
-    """Return the metrics of the updates of a step, given each update's sums over tokens, and the seconds they took."""
+def update_metrics(updates: list[dict[str, Tensor]], has_teacher: bool = False) -> dict[str, float]:
+    """Return the metrics of the updates of a step, given each update's sums over tokens."""
 
     def total(name: str) -> float:
         return sum(update[name] for update in updates).item()
@@ -114,7 +111,6 @@ def update_metrics(
         "sampling/logp_difference_image": _mean(image_difference, num_image_fresh),
         "sampling/logp_difference_text": _mean(difference - image_difference, num_fresh - num_image_fresh),
         "sampling/logp_difference_max": max(u["difference_max"] for u in updates).item() if num_fresh else math.nan,
-        "mfu": total("flop") / distributed.world_size() / train_seconds / peak_flops(),
     }
 
 
@@ -126,12 +122,6 @@ def memory_flushes() -> int:
 def _mean(total: float, count: float) -> float:
     """Return `total` / `count`, or NaN if nothing was counted."""
     return total / count if count else math.nan
-
-
-def peak_flops() -> float:
-    """Return this GPU's peak dense bfloat16 FLOP/s, or NaN for a GPU that is not listed."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((flops for model, flops in PEAK_FLOPS.items() if model in name), math.nan)
 
 
 def logp_difference(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@
 The gradient of a micro-batch is computed by the function that `step` is given.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -61,6 +62,8 @@ class Updater:
         self.problems: list[str] = []  # why updates of the current step were skipped
         self.norms: list[float] = []  # gradient norms of the last 50 effective updates
         self.by_turn: dict[str, float] = {}  # metrics of the turns of the current step
+        fast = extra("fast") if next(policy.parameters()).is_cuda else None
+        self.mfu: Any = fast.Mfu(policy) if fast else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds besides the weights and the state that optimizers keep for them."""
@@ -167,7 +170,9 @@ class Updater:
                 reduce_gradients(self.policy, now=several and is_last)
                 batch_sums, logp = backward(batch)
                 logps += logp.split(batch.lengths)
-                sums.append(batch_sums | {"flop": torch.full((), batch.flop, device=logp.device)})
+                sums.append(batch_sums)
+                if self.mfu:
+                    self.mfu.add(batch)
             if not several:
                 take_gradients(self.policy)
         return sums, logps
@@ -189,7 +194,8 @@ class Updater:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step's updates."""
-        return update_metrics(self.updates, sum(self.clock.laps["train"]), bool(self.cfg.teacher)) | self.by_turn
+        mfu = self.mfu.metrics(sum(self.clock.laps["train"])) if self.mfu else {"mfu": math.nan}
+        return update_metrics(self.updates, bool(self.cfg.teacher)) | mfu | self.by_turn
 
     def end_step(self, num_rounds: int) -> dict[str, float]:
         """End a step; return the learning rate of the next update as a metric.

@@ -3,7 +3,8 @@ training. It changes no number on a CPU.
 
 Imports the core. Start reading at `balance.py`, which moves completions between processes. `flash_attention.py` is an
 operator for Hopper GPUs, `fast_decode.py` a scheduler for vLLM, `vllm_worker.py` its memory in one block,
-`vllm_logprobs.py` its log-probabilities, and `host_copies.py` copies what is written.
+`vllm_logprobs.py` its log-probabilities, `host_copies.py` copies what is written, and `mfu.py` counts
+operations.
 """
 
 import logging
@@ -12,8 +13,9 @@ from typing import Any
 from parts.fast import flash_attention
 from parts.fast.balance import rebalance
 from parts.fast.host_copies import HostCopyPlanner
+from parts.fast.mfu import Mfu
 
-__all__ = ["HostCopyPlanner", "flash_head_dim", "rebalance", "vllm_options"]
+__all__ = ["HostCopyPlanner", "Mfu", "flash_head_dim", "rebalance", "vllm_options"]
 
 
 def flash_head_dim() -> int:

@@ -13,7 +13,7 @@ from training.metrics import Clock, sampling_metrics, update_metrics
 def sums(**values: float) -> dict[str, torch.Tensor]:
     """Return the sums over tokens of an update; those not given are 0."""
     names = "tokens fresh_tokens image_fresh_tokens difference image_difference difference_max loss grad_norm spike"
-    names += " skipped empty clip_ratio importance_capped kl entropy flop"
+    names += " skipped empty clip_ratio importance_capped kl entropy"
     return {name: torch.tensor(float(values.get(name, 0))) for name in names.split()}
 
 
@@ -24,7 +24,6 @@ def two_processes(monkeypatch) -> None:
     monkeypatch.setattr(distributed, "all_sum", lambda value: 2 * value)
     monkeypatch.setattr(distributed, "all_max", lambda value: value + 1)  # the other one has a longer completion
     monkeypatch.setattr(distributed, "all_gather", lambda value: [value, [lap + 2 for lap in value]])
-    monkeypatch.setattr("training.metrics.peak_flops", lambda: 10.0)
 
 
 def metrics_of(updates: list[dict[str, torch.Tensor]]) -> dict[str, float]:
@@ -39,7 +38,7 @@ def metrics_of(updates: list[dict[str, torch.Tensor]]) -> dict[str, float]:
             pass
         clock.laps[phase][-1] = seconds
     sampled = sampling_metrics(rollouts, rewards, clock, lambda text: float(text == "b"))
-    return sampled | update_metrics(updates, sum(clock.laps["train"]))
+    return sampled | update_metrics(updates)
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def step() -> dict[str, float]:
     per_token = dict(kl=3, entropy=6, clip_ratio=5, importance_capped=2)
     differences = dict(difference=4, image_difference=3, difference_max=2)
     first = sums(**counts, **per_token, **differences, loss=1, grad_norm=4, spike=1, skipped=1)
-    second = sums(**counts, loss=2, grad_norm=8, empty=1, flop=160)
+    second = sums(**counts, loss=2, grad_norm=8, empty=1)
     return metrics_of([first, second])
 
 
@@ -86,7 +85,6 @@ def test_differences_are_unknown_if_earlier_steps_sampled_all_tokens():
 def test_times_are_those_of_all_rounds_of_the_slowest_process(step):
     assert (step["time/rollout"], step["time/train"]) == (4 + 6, 4)
     assert step["idle/rollout"] == pytest.approx(1 - (6 + 10) / 2 / 10)
-    assert step["mfu"] == pytest.approx(160 / 2 / 4 / 10)
 
 
 def test_the_entropy_is_unknown_if_nothing_is_trained_on_and_the_format_if_none_is_asked_for():
