@@ -103,18 +103,18 @@ class Plan:
     cfg: Config
     gpus: GPUs
     sharding: str  # "none", "hybrid" or "full"
-    shards: int  # GPUs that share one copy of the weights
-    weights: float  # master weights, and what is frozen
-    reference: float  # a separate reference model, and a teacher
-    moments: float  # AdamW's; like the reference, 0 if they are in host memory
-    gradients: float
-    copy: float  # the whole model in the compute dtype
-    unsharded: float  # the part of it that is sharded; 0 beside 4-bit weights, since `gathered` has it
-    gathered: float  # embedding, lm_head, two layers with their gradients, and two gradients of a trained lm_head
-    logits: float  # float32 logits of `LOGIT_ROWS` tokens and their derivatives
-    token_bytes: tuple[float, ...]  # activations of a packed token, by the number of checkpointed decoder layers
-    expert_bytes: tuple[int, ...]  # copies of adapted experts, by the same number
-    cache: float  # a KV cache in which all completions that an engine samples at once reach their maximum length
+    shards: int = 1  # GPUs that share one copy of the weights
+    weights: float = 0.0  # master weights, and what is frozen
+    reference: float = 0.0  # a separate reference model, and a teacher
+    moments: float = 0.0  # AdamW's; like the reference, 0 if they are in host memory
+    gradients: float = 0.0
+    copy: float = 0.0  # the whole model in the compute dtype
+    unsharded: float = 0.0  # the part of it that is sharded; 0 beside 4-bit weights, since `gathered` has it
+    gathered: float = 0.0  # embedding, lm_head, two layers with their gradients, and two gradients of a trained lm_head
+    logits: float = 0.0  # float32 logits of `LOGIT_ROWS` tokens and their derivatives
+    token_bytes: tuple[float, ...] = ()  # activations of a packed token, by the number of checkpointed decoder layers
+    expert_bytes: tuple[int, ...] = ()  # copies of adapted experts, by the same number
+    cache: float = 0.0  # a KV cache in which all completions that an engine samples at once reach their maximum length
     has_room: bool = True  # whether a sampler's copy of the weights fits beside the resting trainer
     vllm_memory: float = VLLM_MEMORY  # vLLM's fraction of the GPU's memory, or of `--gpu_memory`
 
@@ -249,7 +249,15 @@ class Plan:
 
 
 def plan(policy: Policy, cfg: Config, gpus: GPUs) -> Plan:
-    """Return what a run of `policy`, as it was loaded or as `empty_policy` returns it, takes on each of `gpus`."""
+    """Return what a run of `policy`, as it was loaded or as `empty_policy` returns it, takes on each of `gpus`.
+
+    Without a GPU, memory is not planned: flags alone decide, and there is always room for a sampler's copy.
+    """
+    decoder, head = language_model(policy.model), policy.model.lm_head.weight
+    if not gpus.on_gpu:
+        choices = len(decoder.layers) + 1  # of how many layers are checkpointed
+        sharding, share = _choose_sharding(cfg, gpus, 0.0), cfg.vllm_memory or VLLM_MEMORY
+        return Plan(cfg, gpus, sharding, token_bytes=(1.0,) * choices, expert_bytes=(0,) * choices, vllm_memory=share)
     size, parameters = compute_dtype(cfg.dtype, gpus.device).itemsize, list(policy.parameters())
     tower, quantised = set(vision_parameters(policy.model)), is_quantised(policy)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
@@ -269,7 +277,6 @@ def plan(policy: Policy, cfg: Config, gpus: GPUs) -> Plan:
     moments, gradients = (0 if cfg.offload_optimizer else MOMENTS_BYTES) * trained, FLOAT32_BYTES * trained
     sharding = _choose_sharding(cfg, gpus, whole_bytes + sharded + reference + moments + gradients)
     shards = {"none": 1, "hybrid": min(gpus.per_machine, gpus.number), "full": gpus.number}[sharding]
-    decoder, head = language_model(policy.model), policy.model.lm_head.weight
     gathered = 2 * (size + FLOAT32_BYTES) * sum(p.numel() for p in decoder.layers[0].parameters())
     gathered += size * sum(p.numel() for p in {*decoder.embed_tokens.parameters(), *policy.model.lm_head.parameters()})
     gathered = size * trained if quantised else gathered  # beside 4-bit weights, the whole adapter
@@ -320,13 +327,11 @@ def _plan_sampler(sizes: Plan) -> Plan:
 
     The fraction is `cfg.vllm_memory` or, if that is 0, `VLLM_MEMORY`. It is more if the copy needs more. By default, it
     is also more if the completions of a step need more, as far as the resting trainer and other programs leave it free;
-    not with `gpu_memory`, because PyTorch counts vLLM's memory towards that limit even while vLLM sleeps. Without a
-    GPU, there is always room, and with several processes, too, because only a single one can do without a copy.
+    not with `gpu_memory`, because PyTorch counts vLLM's memory towards that limit even while vLLM sleeps. With several
+    processes, there is always room, because only a single one can do without a copy.
     """
     cfg, gpus = sizes.cfg, sizes.gpus
     fraction = cfg.vllm_memory or VLLM_MEMORY
-    if not gpus.on_gpu:
-        return replace(sizes, vllm_memory=fraction)
     needed, total = sizes.sampler_weights + SAMPLER_BYTES, gpus.usable(cfg.gpu_memory)
     left = total - sizes.resting - (sizes.gradients if cfg.gpu_memory else gpus.used_by_others)
     has_room = gpus.number > 1 or needed <= left
