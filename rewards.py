@@ -16,6 +16,7 @@ import reprlib
 from collections import Counter
 from collections.abc import Callable
 from numbers import Real
+from types import ModuleType
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -109,18 +110,16 @@ def vqa_reward(completion: str, answer: str, **_: object) -> float:
 # --- mathematics ------------------------------------------------------------------------------------------------------
 
 
-def same_answer(candidate: str, gold: str) -> bool:
-    """Return whether math-verify finds two answers equal; see `parts.math.compare.same_answer`."""
-    from parts.math import compare
-
-    return compare.same_answer(candidate, gold)
-
-
-def read_math(text: str, gold: str) -> tuple[str | None, bool]:
-    """Return the answer in a text, and whether it equals the gold answer."""
+def mathematics() -> ModuleType:
+    """Return parts/math/reward.py, which reads and compares answers."""
     from parts.math import reward
 
-    return reward.read_answer(text, gold)
+    return reward
+
+
+def same_answer(candidate: str, gold: str) -> bool:
+    """Return whether math-verify finds two answers equal; see `parts.math.compare.same_answer`."""
+    return mathematics().same_answer(candidate, gold)
 
 
 def math_reward(
@@ -130,9 +129,7 @@ def math_reward(
 
     See `parts.math.reward.math_reward`.
     """
-    from parts.math import reward
-
-    return reward.math_reward(completion, answer, question, verifier)
+    return mathematics().math_reward(completion, answer, question, verifier)
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------------

@@ -48,9 +48,7 @@ class Value:
 
 def start_math(flags: VerifierFlags, cache: str | None = None, has_verifier: bool = True) -> Any:
     """Check that answers can be compared; return the `Verifier` that `flags` name, if any. `cache`: of its replies."""
-    from parts.math import reward
-
-    return reward.start(flags, cache, has_verifier)
+    return rewards.mathematics().start(flags, cache, has_verifier)
 
 
 class Scorer:

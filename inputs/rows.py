@@ -112,20 +112,14 @@ def raw_rows(
             from parts.formats import split_rows
 
             rows = split_rows(rows, path, split)
-    elif suffix == ".zip":
-        from parts.formats import open_zip
-
-        root, locate = open_zip(path)
-        rows = counting_rows(root / "main.csv", columns or Columns())
-    elif has_main_csv:
+    elif has_main_csv and suffix != ".zip":
         base = pathlib.Path(image_dir or path)
         locate = functools.partial(locate_image, (base, base / "images"))
         rows = counting_rows(path / "main.csv", columns or Columns())
     else:
-        from parts.formats import open_table, table_rows
+        from parts.formats import open_rows
 
-        locate = functools.partial(locate_image, (folder, path))
-        rows = table_rows(open_table(name, split, default_split), spec, locate)
+        rows, locate = open_rows(spec, name, split, default_split, folder, columns or Columns())
     for source, row in rows:
         yield source, row, locate
 
@@ -167,35 +161,34 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
     """Turn a row into a sample. Raises RowError if the row cannot be used."""
     if isinstance(row, RowError):
         raise row
-    names = columns.prompt or "prompt", columns.answer or "answer", columns.images or "images"
-    if not is_plain(row, *names):
+    names = [columns.prompt or "prompt", columns.answer or "answer", columns.images or "images"]
+    if not is_plain(row, names):
         from parts.formats import as_sample
 
         return as_sample(row, source, locate, columns)
     row = dict(row)
-    prompt, answer, images, system = (row.pop(name, None) for name in (*names, "system"))
+    prompt, answer, images, system = (row.pop(name, None) for name in [*names, "system"])
     sample = make_sample([], prompt, answer_text(answer), system, row, source)
     sample.responses = [answer if isinstance(answer, str) else sample.answer]
     return place_images(sample, [resolve_image(image, locate) for image in images or []])
 
 
-def is_plain(row: dict, prompt: str, answer: str, images: str) -> bool:
-    """Return whether a row has a text and an answer in the columns of these names, and perhaps paths of images.
+def is_plain(row: dict, names: list[str]) -> bool:
+    """Return whether a row has a text, an answer and perhaps paths of images in the columns `names`, in this order.
 
-    The system prompt is a text. Its other columns hold texts and numbers, of which none is the path of an image.
+    Its other columns hold texts and numbers, of which none is the path of an image.
     """
-    others = row.keys() - {prompt, answer, images}
-    paths = row.get(images) or []
-    return (
-        isinstance(row.get(prompt), str)
-        and not CHAT.match(row[prompt])
-        and isinstance(row.get(answer), str | int | float)
-        and isinstance(paths, list)
-        and all(isinstance(path, str) and path for path in paths)
-        and not any(map(NOT_PLAIN.fullmatch, others))
-        and all(isinstance(row[name], str | int | float | None) for name in others)
-        and not any(isinstance(row[name], str) and FILE.match(row[name]) for name in others)
+    prompt, answer, images = names
+    others = {name: value for name, value in row.items() if name not in names}
+    paths = row.get(images, None if images == "images" else "a column that the user names must be there")
+    has_texts = isinstance(row.get(prompt), str) and isinstance(row.get(answer), str | int | float)
+    has_paths = paths is None or (isinstance(paths, list) and all(isinstance(path, str) and path for path in paths))
+    if not (has_texts and has_paths) or CHAT.match(row[prompt]) or any(map(NOT_PLAIN.fullmatch, others)):
+        return False
+    are_plain = (
+        isinstance(x, int | float | None) or (isinstance(x, str) and not FILE.match(x)) for x in others.values()
     )
+    return all(are_plain)
 
 
 def make_sample(earlier: list[Turn], prompt: Any, answer: str, system: Any, fields: dict, source: str) -> Sample:

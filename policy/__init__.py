@@ -2,9 +2,8 @@
 
 Imports `common`, `config` and `packing`. Start reading at `model.py`: its `Policy` turns a packed batch into token
 log-probabilities. `forward.py` implements this computation, `batches.py` builds micro-batches, `families.py` knows the
-supported models, `base_files.py` how their files store them, `experts.py` and `delta_net.py` change two kinds of
-layers, `sharding.py` applies FSDP2, `lora.py` handles adapters, `memory.py` decides what fits on a GPU, `export.py`
-writes the final model.
+supported models, `base_files.py` how their files store them, `sharding.py` applies FSDP2, `lora.py` handles adapters,
+`memory.py` decides what fits on a GPU, `export.py` writes the final model.
 """
 
 import logging

@@ -16,7 +16,6 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-import data
 import evaluate
 import grpo
 import merge_lora
@@ -33,6 +32,7 @@ from apps import fits
 from apps.demo import real, smoke, tiny, zoom
 from apps.service import app
 from lesson import grpo_in_one_file
+from parts import convert
 from parts.pages import __main__ as pages
 
 FRONT = ["grpo", "sft", "packing", "rollout", "rewards", "data", "config", "evaluate", "merge_lora"]
@@ -76,8 +76,8 @@ CONFIGS = {
     "sft.py": sft.Config,
     "training.checkpoint": checkpoint.Config,
     "evaluate.py": evaluate.Config,
-    "data.py": data.Config,
-    "data.py show": data.ShowFlags,
+    "data.py": convert.Config,
+    "data.py show": convert.ShowFlags,
     "parts.pages": pages.Config,
     "apps.fits": fits.Config,
     "apps.demo.tiny": tiny.Config,

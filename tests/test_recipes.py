@@ -14,7 +14,6 @@ import datasets
 import pytest
 from PIL import Image
 
-import data
 import evaluate
 import grpo
 import sft
@@ -31,6 +30,7 @@ pytest.importorskip("apps", reason="needs apps/, which is not here")
 
 from apps import fits
 from apps.demo import real
+from parts import convert
 
 RECIPES = sorted((ROOT / "recipes").glob("*.flags"))
 
@@ -83,7 +83,7 @@ def test_without_public_data_it_says_what_to_give(arguments, message):
 def test_the_task_is_vqa_everywhere_unless_it_is_named():
     """A question is not put under "Count the objects" without a word."""
     flags = (grpo.Config(data="x"), evaluate.Config(model="m", data="x"), sft.Config(data="x"), fits.Config())
-    shown = data.ShowFlags(command="show", row=1, data="x")
+    shown = convert.ShowFlags(command="show", row=1, data="x")
     assert {cfg.task for cfg in (*flags, shown)} == {"vqa"}
 
 

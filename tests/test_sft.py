@@ -24,6 +24,7 @@ from policy.batches import micro_batches
 from policy.model import load_config, load_model, stop_tokens
 from rewards import TASKS, Task, vqa_reward
 from sampling.hf_engine import HFEngine
+from tests.helpers.marks import needs
 from tests.helpers.models import end_with, save_tiny
 from tests.helpers.rows import make_sample
 from tests.helpers.runs import config
@@ -106,10 +107,14 @@ def test_short_answers_and_answers_after_an_opened_block_are_what_they_are(tiny_
         encode_response(first, " ", processor)
 
 
+@needs("parts/convert.py")
+@needs("parts/formats")
 def test_a_column_response_is_trained_on_and_survives_a_conversion(tiny_model, tmp_path):
+    from parts import convert
+
     row = {"prompt": "?", "answer": "4", "response": "<think>one, two</think> 4"}
     (tmp_path / "d.jsonl").write_text(json.dumps(row) + "\n")
-    data.convert(data.Config("convert", str(tmp_path / "d.jsonl"), str(tmp_path / "e.jsonl")))
+    convert.convert(convert.Config("convert", str(tmp_path / "d.jsonl"), str(tmp_path / "e.jsonl")))
     for name in ("d", "e"):
         (sample,) = load_samples(str(tmp_path / f"{name}.jsonl"), None)
         assert (sample.answer, sample.responses) == ("4", ["<think>one, two</think> 4"])

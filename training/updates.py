@@ -62,8 +62,8 @@ class Updater:
         self.problems: list[str] = []  # why updates of the current step were skipped
         self.norms: list[float] = []  # gradient norms of the last 50 effective updates
         self.by_turn: dict[str, float] = {}  # metrics of the turns of the current step
-        fast = extra("fast") if next(policy.parameters()).is_cuda else None
-        self.mfu: Any = fast.Mfu(policy) if fast else None
+        self.fast = extra("fast") if next(policy.parameters()).is_cuda else None
+        self.mfu = self.fast.Mfu(policy) if self.fast else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds besides the weights and the state that optimizers keep for them."""
@@ -91,9 +91,8 @@ class Updater:
 
         On several GPUs, parts/fast moves completions between processes, so that all have equal work.
         """
-        several_gpus = distributed.world_size() > 1 and next(self.policy.parameters()).is_cuda
-        if fast := extra("fast") if several_gpus else None:
-            groups = fast.rebalance(groups, self.vision_cost)
+        if self.fast and distributed.world_size() > 1:
+            groups = self.fast.rebalance(groups, self.vision_cost)
         return order_for_packing(groups, self.micro_batch_tokens)
 
     def with_logprobs(self, policy: Policy, minibatches: list[list[Group]], name: str) -> list[list[Group]]:

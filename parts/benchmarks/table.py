@@ -22,7 +22,7 @@ from common.records import Sample, Turn
 from grading import answers
 from inputs.rows import Locate, Problem, RowError, drop_images, place_images, resolve_image
 from parts.benchmarks.choices import LETTERS, chosen_letter, extract_choice, whole_number
-from rewards import read_math, vqa_reward
+from rewards import mathematics, vqa_reward
 
 Row = dict[str, Any]
 Server = Any  # a `parts.math.verifier.Verifier`, or None
@@ -61,7 +61,7 @@ class Benchmark:
 
 def judge_math(text: str, gold: str, row: Row, _: Server) -> Judgement:
     """Compare the answers as the math reward does."""
-    return Judgement(*read_math(text, gold))
+    return Judgement(*mathematics().read_answer(text, gold))
 
 
 def judge_integer(text: str, gold: str, row: Row, _: Server) -> Judgement:

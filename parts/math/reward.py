@@ -8,6 +8,7 @@ from parts.math.answers import count_values, math_answers, math_candidates
 from parts.math.compare import check_math, same_answer
 from parts.math.verifier import Verifier, make_verifier
 
+__all__ = ["check_math", "make_verifier", "same_answer"]
 MAX_ANSWER_CHARS = 2000  # unless the gold answer is long; see `_max_chars`
 
 

@@ -47,7 +47,7 @@ OTHER = [
 def test_a_plain_row_is_read_as_parts_formats_reads_it(row):
     from parts.formats import as_sample
 
-    assert is_plain(row, "prompt", "answer", "images")
+    assert is_plain(row, ["prompt", "answer", "images"])
     assert vars(parse_row(row, "row 1", pathlib.Path, Columns())) == vars(
         as_sample(row, "row 1", pathlib.Path, Columns())
     )
@@ -55,7 +55,7 @@ def test_a_plain_row_is_read_as_parts_formats_reads_it(row):
 
 @pytest.mark.parametrize("row", OTHER)
 def test_other_rows_are_left_to_parts_formats(row):
-    assert not is_plain(row, "prompt", "answer", "images")
+    assert not is_plain(row, ["prompt", "answer", "images"])
 
 
 def test_columns_of_other_names_are_plain_too():
@@ -63,6 +63,7 @@ def test_columns_of_other_names_are_plain_too():
     sample = parse_row(row, "row 1", pathlib.Path, Columns("text", "gold", "pictures"))
     assert (sample.texts, sample.answer, sample.images) == (["<image>What?"], "3", [pathlib.Path("a.png")])
     assert sample.fields == {"prompt": "not this"}
+    assert not is_plain({"text": "What?", "gold": "3"}, ["text", "gold", "pictures"]), "no column pictures"
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def test_math500_by_level():
     ],
 )
 def test_of_prose_the_last_formula_counts(text, answer):
-    assert rewards.read_math(text, "?")[0] == answer
+    assert rewards.mathematics().read_answer(text, "?")[0] == answer
 
 
 @pytest.mark.parametrize(
