@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 import grpo
 from policy.optimizer import ShardAdamW
@@ -16,6 +17,7 @@ from parts import fast
 from parts.fast import host_copies
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a CPU: on a GPU, vLLM would start in this process")
 def test_training_goes_on_while_a_checkpoint_is_read_but_does_not_change_it(tiny_model, shapes, tmp_path, monkeypatch):
     """Reading the tensors takes longer than what precedes the next update. Some are copied ahead, some are not.
 
