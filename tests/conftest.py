@@ -58,8 +58,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module", autouse=True)
 def process_groups() -> Iterator[None]:
-    """Leave the process groups of a file's runs: each has a thread that wakes a hundred times a second."""
+    """Leave the process groups of a file's runs, whose threads wake a hundred times a second, and forget its plugins."""
     yield
+    if plugins := sys.modules.get("common.plugins"):
+        plugins._modules.clear()
+        plugins._digests.clear()
     torch = sys.modules.get("torch")  # tests of the service do not load it
     if torch and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -144,7 +144,7 @@ ARCHITECTURES = {
 def test_other_architectures_are_refused_before_their_weights_are_read(damaged, name):
     folder = pathlib.Path(damaged())
     transformers.AutoConfig.for_model(name, **ARCHITECTURES[name]).save_pretrained(folder)
-    with pytest.raises(UserError, match=rf"is a {name} model, which is not supported: use one of Qwen2-VL, .*, Aria, "):
+    with pytest.raises(UserError, match=rf"is a {name} model, which is not supported: use one of Qwen2.5-VL, .*, Aria, "):
         load_processor(str(folder), "count")
 
 
