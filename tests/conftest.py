@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module", autouse=True)
 def process_groups() -> Iterator[None]:
-    """Leave the process groups of a file's runs, whose threads wake a hundred times a second, and forget its plugins."""
+    """Leave the process groups of a file's runs, whose threads wake all the time, and forget the file's plugins."""
     yield
     if plugins := sys.modules.get("common.plugins"):
         plugins._modules.clear()

@@ -22,6 +22,7 @@ from policy.families import ImageLimits, find_family, load_image_processor
 from policy.model import check_trained, load_config, load_model, load_policy, stop_tokens
 from policy.sharding import load_reference
 from rollout import make_engine
+from tests.helpers.marks import needs
 from tests.helpers.models import save_tiny
 
 SAVED_NAME = "model.layers.1.mlp.up_proj.weight"
@@ -140,11 +141,12 @@ ARCHITECTURES = {
 }
 
 
+@needs("parts/families")
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_other_architectures_are_refused_before_their_weights_are_read(damaged, name):
     folder = pathlib.Path(damaged())
     transformers.AutoConfig.for_model(name, **ARCHITECTURES[name]).save_pretrained(folder)
-    with pytest.raises(UserError, match=rf"is a {name} model, which is not supported: use one of Qwen2.5-VL, .*, Aria, "):
+    with pytest.raises(UserError, match=rf"is a {name} model, which is not supported: use one of Qwen2.*, Aria, "):
         load_processor(str(folder), "count")
 
 
