@@ -117,11 +117,9 @@ def with_flags(config: type, plugin: ModuleType) -> type:
         hints = typing.get_type_hints(flags)
     except Exception as error:  # noqa: BLE001 - a hint in quotes may raise anything
         raise mistake(plugin.__file__, error) from None
-    for field in dataclasses.fields(flags):  # else, flags without a default could not follow them
-        field.kw_only = True
-        own = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if own is not dataclasses.MISSING and not _fits(own, hints[field.name]):
-            raise UserError(f"{where}: the default of {field.name}, {own!r:.40}, is no {hints[field.name]!s:.80}")
+    for field in dataclasses.fields(flags):
+        field.kw_only = True  # else, flags without a default could not follow those of `config`
+        _check_flag(where, field, hints[field.name])
 
     @dataclasses.dataclass
     class Config(config, flags):  # type: ignore[valid-type, misc]
@@ -138,6 +136,15 @@ def with_flags(config: type, plugin: ModuleType) -> type:
                 require(_is_plain(value), f"{field.name} is a {kind}: make it a number, a text or a tuple of these")
 
     return Config
+
+
+def _check_flag(where: str, field: dataclasses.Field, hint: Any) -> None:
+    """Raise UserError unless a field of `Flags` can be a flag, and has a default of its type, if it has one."""
+    if not field.init:
+        raise UserError(f"{where}: {field.name} has init=False, so that it is no flag: make it a constant of the file")
+    own = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    if own is not dataclasses.MISSING and not _fits(own, hint):
+        raise UserError(f"{where}: the default of {field.name}, {own!r:.40}, is no {hint!s:.80}")
 
 
 def _is_plain(value: Any) -> bool:

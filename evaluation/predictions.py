@@ -111,7 +111,8 @@ def _pop_output(row: dict) -> dict:
     for name in ("lengths", "truncated", "calls", "failed_calls"):
         numbers = row.pop(name, None)
         is_valid = isinstance(numbers, list) and len(numbers) == len(responses)
-        if is_valid and all(isinstance(number, int) and 0 <= number < 2**31 for number in numbers):
+        most = 1 if name == "truncated" else 2**31
+        if is_valid and all(isinstance(number, int) and 0 <= number <= most for number in numbers):
             output[name] = numbers
     env_rewards = row.pop("env_rewards", None)
     is_valid = isinstance(env_rewards, list) and len(env_rewards) == len(responses)

@@ -24,6 +24,7 @@ from grading.calls import PARAMETERS, call, parameters, start_workers
 from inputs.images import decode_image
 from rewards import MAX_REWARD, format_reward, get_task, overlong_penalty
 
+RESERVED = ("overlong", "no_verdict")  # metrics beside those of the rewards
 CALLS_TOGETHER = 32  # user-defined rewards that a worker computes one after the other, without asking for more
 
 
@@ -62,8 +63,10 @@ class Scorer:
         self.task, self.flags, self.overlong_buffer = task, flags, overlong_buffer
         self.built_in = {name: each.reward for name, each in rewards.TASKS.items()} | {"format": format_reward}
         self.weights = {task: 1.0}
-        if flags.env in (*self.built_in, "overlong", "no_verdict"):
+        if flags.env in (*self.built_in, *RESERVED):
             raise UserError(f"--env {flags.env}: a reward has this name; rename the entry of ENVIRONMENTS")
+        if task in ("format", *RESERVED):
+            raise UserError(f"--task {task}: a reward has this name; rename the entry of TASKS")
         if flags.env:  # what the environment gives for the turns of a completion
             from common.environments import ENVIRONMENTS, Environment
 
@@ -122,7 +125,7 @@ class Scorer:
                 f"--reward {text}: give file.py:function or one of {', '.join(self.built_in)}, "
                 "optionally followed by =WEIGHT"
             )
-        if function in self.weights or function in (*self.built_in, "overlong", "no_verdict"):
+        if function in self.weights or function in (*self.built_in, *RESERVED):
             raise UserError(f"--reward {text}: a reward named {function!r} already exists; rename the function")
         try:
             found = call(start_workers(1, [PARAMETERS]), PARAMETERS, rewards.REWARD_TIMEOUT, {"name": name})

@@ -56,7 +56,7 @@ class DirectCalls:
     def _call(self, name: str, fields: dict[str, Any]) -> Any:
         try:
             return result_of(load_function(name), fields)
-        except Exception as error:  # noqa: BLE001 - report any exception of a user's function
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - report any exception of a user's function
             return CallFailed(describe(error))
 
 

@@ -18,7 +18,6 @@ import packing
 from common.errors import UserError
 from common.files import read_jsonl
 from packing import pack
-from parts.families import delta_net
 from policy.batches import _dummy_group
 from policy.forward import enable_packed_forward, image_features, token_logprobs
 from policy.lora import new_adapter, without_dropout
@@ -174,6 +173,8 @@ def test_the_host_does_not_wait_for_the_gpu_in_a_micro_batch_with_a_trained_towe
 @pytest.mark.parametrize(("head_dim", "with_state"), [(32, True), (128, True), (128, False)])
 def test_linear_attention_kernels_agree_with_the_torch_path(head_dim, with_state):
     """Convolution and delta rule of several sequences in bfloat16, with gradients, against float32 on the CPU."""
+    from parts.families import delta_net
+
     skip_without_linear_attention()
     lengths, g = [1, 3, 64, 65, 150, 2], torch.Generator().manual_seed(0)
     t, n, heads, key_heads, e, v = sum(lengths), len(lengths), 4, 2, head_dim, head_dim

@@ -164,6 +164,7 @@ def test_a_plugin_has_flags_and_a_benchmark(tiny_model, shapes, tmp_path):
     assert len(read_jsonl(tmp_path / "rows.jsonl")) == 12
 
 
+@needs("parts/workers.py")
 def test_its_rewards_run_in_the_workers(tmp_path, monkeypatch):
     """A call that hangs or raises costs one completion or one line, not the run. A built-in reward stays one."""
     plugin = tmp_path / "own.py"

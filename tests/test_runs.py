@@ -250,6 +250,7 @@ def test_resume_takes_the_new_learning_rate_and_refuses_another_run(run, tiny_mo
     assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["lr"] == 1e-5
 
 
+@needs("parts/formats")
 def test_overwrite_touches_nothing_before_the_new_run_can_start(run, tiny_model, shapes, tmp_path):
     subprocess.run(["cp", "-r", *run.glob("*"), tmp_path], check=True)
     with pytest.raises(UserError, match="no data at 'nowhere'"):
@@ -504,6 +505,7 @@ def test_a_reward_that_raises_stops_the_run_with_its_message(tiny_model, shapes,
     assert stopped.value.status == 1
 
 
+@needs("parts/workers.py")
 def test_a_step_with_many_completions_without_verdict_stops_the_run_and_loses_nothing(tiny_model, shapes, tmp_path):
     """If step 3 gets no verdicts, the run stops and saves step 2. Resuming gives the result of an uninterrupted run."""
     (tmp_path / "r.py").write_text("def fine(completion, answer, **_):\n    return len(completion) % 7\n")
@@ -763,6 +765,7 @@ def test_an_export_that_cannot_be_loaded_ends_the_run_with_an_error(tiny_model, 
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
+@needs("parts/math")
 def test_mistakes_get_one_line_and_status_2(tiny_model, shapes, run, tmp_path):
     """Each mistake ends a real process with exit status 2 and a one-line error message; nothing is written."""
     rows = tmp_path / "bad.jsonl"

@@ -157,6 +157,7 @@ def test_grpo_begins_with_the_adapter(tiny_model, shapes, tmp_path):
     assert len(before) == len(after) and before != after
 
 
+@needs("parts/formats")
 @pytest.mark.parametrize("prompts", [1, 3])
 def test_two_processes_make_the_same_run(prompts, tiny_model, rows, tmp_path):
     """A step of one prompt leaves one of the processes without any; with three, both have answers to count."""

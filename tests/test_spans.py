@@ -145,6 +145,7 @@ def test_the_sum_of_spans_has_the_bound_of_a_reward(tmp_path):
     assert math.isnan(rewards.total) and "expected a finite number, or spans" in error
 
 
+@needs("parts/workers.py")
 def test_spans_beyond_the_end_are_told_once(tmp_path, capsys):
     score = scorer(tmp_path, "[(0, 2, 0.5), (4, 9, 1.0)]")
     rollouts = [Rollout(torch.arange(4), torch.zeros(4), text="3 abc") for _ in range(3)]

@@ -11,6 +11,7 @@ until all have been read (`Saver.wait_until_read`): on a GPU, until parts/fast h
 
 import contextlib
 import json
+import math
 import os
 import random
 import shutil
@@ -173,9 +174,9 @@ class Saver:
                 collector = dict(state["collector"])
                 if in_flight := collector.pop("in_flight", None):  # they hold tensors
                     torch.save(in_flight, partial / IN_FLIGHT)
-                text = json.dumps(state | {"collector": collector}, indent=1)
+                text = json.dumps(state | {"collector": collector}, indent=1, default=float)  # an optimizer's tensors
                 (partial / "state.json").write_text(hide_credentials(text))
-        except (OSError, RuntimeError) as exception:  # torch.save raises RuntimeError on a full disk
+        except (OSError, RuntimeError, TypeError, ValueError) as exception:  # of a full disk, or what JSON cannot hold
             error = self._describe(exception)
         error = distributed.first_error(error)
         if error:
@@ -319,7 +320,8 @@ def read_progress(folder: Path) -> dict[str, Any]:
         counts = (state["step"], collector["position"], updater["num_updates"], updater["skipped"])
         numbers = (config["learning_rate"], *collector["lengths"].values(), *updater["norms"])
         is_one &= type(state["eval_due"]) is bool and all(type(count) is int and count >= 0 for count in counts)
-        require(is_one and all(isinstance(number, int | float) for number in numbers), "it is of another version")
+        is_one &= all(type(number) in (int, float) and abs(number) < math.inf for number in numbers)
+        require(is_one and config["learning_rate"] >= 0, "it is of another version")
     return state
 
 

@@ -104,7 +104,7 @@ class Collector:
         """Return the indices of the groups that dynamic sampling keeps; without it, all."""
         if not self.cfg.dynamic_sampling_rounds:
             return list(range(len(rewards.total)))
-        advantages = advantages_of(without_penalty(rewards), self.scorer.weights, self.cfg)
+        advantages = advantages_of(without_penalty(rewards), dict(self.scorer.weights), self.cfg)
         return advantages.nan_to_num().flatten(1).any(dim=1).nonzero()[:, 0].tolist()
 
     def sample_round(self, policy: Policy, step: int) -> tuple[list[ScoredGroup], list[list[Rewards]]]:

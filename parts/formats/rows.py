@@ -54,10 +54,9 @@ def as_sample(row: dict, source: str, locate: Locate, columns: Columns) -> Sampl
     if system and turns_system:
         raise RowError("there are two system prompts: in the prompt and in the column 'system'")
     system = turns_system or system
-    own = row.get("response")
-    response = (
-        own if isinstance(own, str) and own.strip() else answer if isinstance(answer, str) else answer_text(answer)
-    )
+    response = answer if isinstance(answer, str) else answer_text(answer)
+    if row.get("response") is not None:  # sft.py refuses an empty one
+        response = row["response"] if isinstance(row["response"], str) else ""
     prompt, answer = _with_options(prompt, row.get("options")) if isinstance(prompt, str) else None, answer_text(answer)
     info = row.get("extra_info")
     if isinstance(info, dict) and isinstance(info.get("question"), str):

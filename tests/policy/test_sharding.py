@@ -146,6 +146,7 @@ def test_a_process_without_images_joins_every_gradient_of_qwen3_vl(tiny_qwen3_vl
     assert difference(gradients[1], gradients[2]) < BOUND
 
 
+@needs("parts/fast")
 def test_the_variants_differ_in_their_micro_batches(results):
     counts = {name: results[1][name]["batches"] for name in VARIANTS}
     assert counts["one micro-batch"] == 1
