@@ -245,7 +245,7 @@ def test_mistakes_in_a_plugin_are_one_line(tmp_path):
         ([file["function"]], "the flag check_run exists already"),
         ([file["twin"]], f"--plugin {file['twin']}: AssertionError: Name conflict"),
         ([file["unknown"]], f"--plugin {file['unknown']}: NameError: name 'Nowhere' is not defined"),
-        ([file["unset"]], f"--plugin {file['unset']}: AttributeError: 'Config' object has no attribute 'y'"),
+        ([file["unset"]], f"--plugin {file['unset']}: y has init=False, so that it is no flag"),
         ([file["silent"]], f"--plugin {file['silent']}, line 3: E\n"),
         ([file["coloured"]], f"--plugin {file['coloured']}, line 1: ValueError: \\x1b[31m \\udcff\n"),
         ([file["loss"]], f"--plugin {file['loss']}, line 2: ValidationError: 1 validation error for Loss"),

@@ -454,6 +454,7 @@ time.sleep(60)
 """
 
 
+@needs("parts/workers.py")
 def test_a_lock_ends_with_its_process_and_not_with_those_that_it_started(tmp_path):
     """After kill -9, a reward worker that is busy and a forked process still run, but do not hold the lock."""
     (tmp_path / "r.py").write_text("import time\n\ndef slow():\n    time.sleep(60)\n")
