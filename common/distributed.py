@@ -99,17 +99,21 @@ def make_mesh(device: torch.device, sharding: str) -> DeviceMesh:
     return init_device_mesh(device.type, (world_size() // size, size), mesh_dim_names=("copies", "shards"))
 
 
-def all_sum(value: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
-    """Return the sum of `value` over all processes; `value` itself is not changed."""
+def _all_reduce(value: Tensor, operation: Any) -> Tensor:
     value = value.clone()
     if world_size() > 1:
         dist.all_reduce(value, operation)
     return value
 
 
+def all_sum(value: Tensor) -> Tensor:
+    """Return the sum of `value` over all processes; `value` itself is not changed."""
+    return _all_reduce(value, dist.ReduceOp.SUM)
+
+
 def all_max(value: Tensor) -> Tensor:
     """Return the elementwise maximum of `value` over all processes; `value` itself is not changed."""
-    return all_sum(value, dist.ReduceOp.MAX)
+    return _all_reduce(value, dist.ReduceOp.MAX)
 
 
 def reduce_stats(stats: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Math and user-defined rewards, workers that can be killed, and texts that must not make a reward fail or hang."""
+"""User-defined rewards: their weights, what they return, and how they fail."""
 
 import io
 import pathlib
