@@ -9,7 +9,6 @@
     EngineFlags      the sampler
     RunFlags         output, resuming, evaluation, checkpoints and reports
     GRPOFlags        task, model, batch, sampling and loss
-    SFTFlags         task, model, batch and length of sft.py
     Config           the flags of grpo.py: all of the above but these
 
 The docstring of each flag is its `--help` text.
@@ -432,28 +431,6 @@ class GRPOFlags:
     drop_last: bool = False
     """Drop the rows that are left over at the end of an epoch when `prompts_per_step` does not divide their number.
     Without this flag, the last batch is filled up with rows of the next epoch that are not in it yet."""
-
-
-@dataclass(kw_only=True)
-class SFTFlags:
-    """Task, model, batch and length of sft.py."""
-
-    task: str = "vqa"
-    """The task whose prompt template is used: count, vqa, math, or one that a plugin adds; see `template`."""
-    model: str = "Qwen/Qwen2.5-VL-3B-Instruct"
-    """Model to train: a Hugging Face name or a folder."""
-    seed: int = 0
-    """Seed for the order of the rows and for dropout."""
-    max_completion_length: int = 1024
-    """Maximum length of an answer in tokens, with its end. A longer one stops the run, or `skip_bad_rows` drops it."""
-    prompts_per_step: int = 32
-    """Number of prompts in a step, on all processes together. All answers to a prompt are trained on at once."""
-    epochs: int = 1
-    """Number of passes over the prompts."""
-    max_steps: int = 0
-    """Number of steps; 0: as many as `epochs` takes."""
-    drop_last: bool = False
-    """Leave out the last, incomplete batch of an epoch."""
 
 
 @dataclass(kw_only=True)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from common import distributed
 from common.distillation import with_teacher
-from common.errors import UserError, call_entry, check_call, dataclass, find_entry
+from common.errors import UserError, dataclass, find_entry
 from common.group_stats import EPSILON, deviation, is_varied, sequence_log_ratio, sum_by_completion
 from common.records import Group, GroupRewards, ScoredGroup
 from common.spans import of_completions, spread_over_tokens
@@ -48,8 +48,8 @@ def advantages_of(rewards: GroupRewards, reward_weights: dict[str, float], cfg: 
 
     Dynamic sampling keeps the groups in which an advantage is neither 0 nor NaN.
     """
-    where, length = f"--advantage {cfg.advantage}", cfg.max_completion_length
-    return spread_over_tokens(lambda part: ADVANTAGES[cfg.advantage](part, reward_weights, cfg), rewards, length, where)
+    advantage, length = ADVANTAGES[cfg.advantage], cfg.max_completion_length
+    return spread_over_tokens(lambda part: advantage(part, reward_weights, cfg), rewards, length)
 
 
 def group_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
@@ -199,8 +199,7 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor, entropy: Tensor | 
     if cfg.teacher:
         advantages = with_teacher(advantages, trainer_logp, values.teacher_logp, cfg.teacher_weight)
     options = {"entropy": entropy} if loss_type.needs_entropy else {}
-    where, given = f"--loss_type {cfg.loss_type}", (logp, log_ratio, advantages, batch, cfg)
-    objective, is_clipped = call_entry(where, loss_type.objective, given, logp, counted, **options)
+    objective, is_clipped = loss_type.objective(logp, log_ratio, advantages, batch, cfg, **options)
     is_capped = torch.zeros_like(counted)
     if cfg.importance_cap and cfg.old_logp == "policy":
         log_importance = trainer_logp - values.sampling_logp
@@ -276,10 +275,8 @@ def backward(run: Run, batch: PackedBatch) -> tuple[dict[str, Tensor], Tensor]:
 
 def resolve_loss(cfg: Config) -> None:
     """Set unset clip bounds to the loss type's defaults. Raises UserError for flags that do not fit the loss type."""
-    loss = find_entry("loss_type", cfg.loss_type, LOSSES, Loss)
-    arguments = "logp, log_ratio, advantages, batch, cfg" + ", entropy=" * loss.needs_entropy
-    check_call(f"--loss_type {cfg.loss_type}", loss.objective, arguments)
-    find_entry("advantage", cfg.advantage, ADVANTAGES, Callable, "rewards, reward_weights, cfg")
+    loss = find_entry("loss_type", cfg.loss_type, LOSSES)
+    find_entry("advantage", cfg.advantage, ADVANTAGES)
     cfg.clip_low = loss.clip_low if cfg.clip_low is None else cfg.clip_low
     cfg.clip_high = loss.clip_high if cfg.clip_high is None else cfg.clip_high
     if cfg.dual_clip and loss.objective is not clipped_objective:

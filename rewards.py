@@ -210,7 +210,7 @@ TASKS = {
 
 def get_task(name: str) -> Task:
     """Return the task called `name`. Raises UserError if it is not in `TASKS`."""
-    return find_entry("task", name, TASKS, Task)
+    return find_entry("task", name, TASKS)
 
 
 def gold_problem(task: str | None, answer: str) -> str | None:

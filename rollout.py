@@ -17,7 +17,6 @@ import functools
 import importlib.metadata
 import importlib.util
 import itertools
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
@@ -29,7 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common import console, distributed
-from common.errors import UserError, check_call, dataclass, find_entry, form, takes
+from common.errors import UserError, dataclass, find_entry, takes
 from common.records import Prompt, RequestLimits, Rollout, Sampling
 from config import EngineFlags
 from data import Processor
@@ -107,7 +106,7 @@ def prompt_seed(seed: int, position: int) -> int:
 def check_engine_available(flags: EngineFlags, device: torch.device) -> None:
     """Raise UserError if the sampler that `flags` ask for cannot run with these packages, devices and processes."""
     processes = distributed.world_size()
-    engine = None if flags.engine == "auto" else find_entry("engine", flags.engine, ENGINES, EngineEntry)
+    engine = None if flags.engine == "auto" else find_entry("engine", flags.engine, ENGINES)
     if engine and (lacks := engine.lacks(device)):
         how = f" run {engine.install} or" if "installed" in lacks[0] else ""
         raise UserError(f"--engine {flags.engine}: {lacks[0]};{how} use --engine hf")
@@ -153,32 +152,7 @@ def make_engine(
     the saved weights. Without it, in an evaluation, there may be no sync. `PolicyEngine` needs it. Raises UserError if
     the sampler cannot be started.
     """
-    engine = ENGINES[flags.engine].make(flags, model, processor, device, dtype, limits, policy)
-    if not isinstance(engine, Engine):
-        raise UserError(f"--engine {flags.engine}: it made a {type(engine).__name__}: see `Engine` in rollout.py")
-    check_call(f"--engine {flags.engine}: generate", engine.generate, "prompts, seeds, sampling, continuation")
-    return engine
-
-
-def check_rollouts(groups: Any, number: int, sampling: Sampling, processor: Processor) -> list[list[Rollout]]:
-    """Return what a sampler has returned for a `number` of prompts. Raises UserError unless that was asked for."""
-    length, vocabulary = sampling.max_tokens, processor.skeleton.get_input_embeddings().weight.shape[0]
-    lists = [each if isinstance(each, list) else [each] for each in (groups if isinstance(groups, list) else [groups])]
-    faults = [[_fault(each, length, vocabulary) for each in group] for group in lists]
-    if faults != [[""] * sampling.n] * number:
-        found = next((f", a completion of {fault}" for group in faults for fault in group if fault), "")
-        asked = f"{number} groups of {sampling.n} completions, of at most {length} tokens from 0 to {vocabulary - 1}"
-        raise UserError(f"the sampler returned groups of {[*map(len, lists)]}{found}; expected {asked}, each a Rollout")
-    return groups
-
-
-def _fault(rollout: Any, longest: int, vocabulary: int) -> str:
-    """Return what a completion is, if it cannot be used; else ""."""
-    found = ", ".join(form(getattr(rollout, name, None)) for name in ("ids", "sampling_logp", "text"))
-    if not re.fullmatch(r"int64 (\(\d+,\)), float \1, a str", found):
-        return found
-    is_inside = len(rollout.ids) <= longest and bool(((rollout.ids >= 0) & (rollout.ids < vocabulary)).all())
-    return "" if is_inside else f"{len(rollout.ids)} tokens, {str(rollout.ids)[:60]}"
+    return ENGINES[flags.engine].make(flags, model, processor, device, dtype, limits, policy)
 
 
 def _make_vllm(flags, model, processor, device, dtype, limits, policy) -> Engine:

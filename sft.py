@@ -12,7 +12,7 @@ instead of sampled, with an advantage of 1. `grpo.batch_loss` computes it with t
 """
 
 from common import cli
-from config import DataFlags, PolicyFlags, RewardFlags, RunFlags, SFTFlags, check_values
+from config import DataFlags, PolicyFlags, RewardFlags, RunFlags, check_values
 
 if __name__ == "__main__":  # before the slow import of torch
     cli.launch("sft")
@@ -43,6 +43,28 @@ from training.run import start
 ASKED = 8  # answers whose reward is asked
 ROWS_AT_ONCE = 256  # held-out rows whose images are in memory together
 NOT_OF_SFT = ("clip_ratio", "importance_capped", "kl", "entropy")  # and sampling/…: there is no sampler to compare with
+
+
+@dataclass(kw_only=True)
+class SFTFlags:
+    """The flags that GRPO has, too, with another meaning."""
+
+    task: str = "vqa"
+    """The task whose prompt template is used: count, vqa, math, or one that a plugin adds; see `template`."""
+    model: str = "Qwen/Qwen2.5-VL-3B-Instruct"
+    """Model to train: a Hugging Face name or a folder."""
+    seed: int = 0
+    """Seed for the order of the rows and for dropout."""
+    max_completion_length: int = 1024
+    """Maximum length of an answer in tokens, with its end. A longer one stops the run, or `skip_bad_rows` drops it."""
+    prompts_per_step: int = 32
+    """Number of prompts in a step, on all processes together. All answers to a prompt are trained on at once."""
+    epochs: int = 1
+    """Number of passes over the prompts."""
+    max_steps: int = 0
+    """Number of steps; 0: as many as `epochs` takes."""
+    drop_last: bool = False
+    """Leave out the last, incomplete batch of an epoch."""
 
 
 @dataclass(kw_only=True)

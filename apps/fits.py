@@ -11,7 +11,7 @@ import config
 from apps.bench.speed import model_shape
 from apps.demo.tiny import byte_tokenizer
 from common import cli
-from common.environments import ENVIRONMENTS, Environment
+from common.environments import ENVIRONMENTS
 from common.errors import UserError, find_entry, require
 from data import prompt_template
 from grpo import resolve_loss
@@ -82,7 +82,7 @@ def command(cfg: Config) -> str:
 
 def sampler_of(cfg: Config) -> EngineEntry:
     """Return the sampler of a run with the flags `cfg` on GPUs that have room for it."""
-    return find_entry("engine", "vllm" if cfg.engine == "auto" else cfg.engine, ENGINES, EngineEntry)
+    return find_entry("engine", "vllm" if cfg.engine == "auto" else cfg.engine, ENGINES)
 
 
 def main(cfg: Config) -> None:
@@ -95,7 +95,7 @@ def main(cfg: Config) -> None:
     if cfg.has_adapter or cfg.offload_optimizer:
         raise UserError("leave out --lora_rank, --adapter and --offload_optimizer, which fits tries itself")
     if cfg.env:
-        find_entry("env", cfg.env, ENVIRONMENTS, Environment)
+        find_entry("env", cfg.env, ENVIRONMENTS)
     for method, flags, row in plans(cfg):
         if row["problem"]:
             print(f"{method}: does not fit: {row['problem']}\n")

@@ -6,7 +6,6 @@ exits with status 2. For a bug, the traceback is printed.
 """
 
 import errno
-import functools
 import gc
 import importlib
 import os
@@ -125,16 +124,14 @@ def launch(name: str, config: type | None = None, add_defaults: Callable[[list[s
 
     def start(arguments: list[str]) -> None:
         modules = [plugins.load(file) for file in plugins.find(arguments, getattr(config, "output", ""))]
-        flags = functools.reduce(plugins.with_flags, modules, config or importlib.import_module(name).Config)
-        try:
+        flags = config or importlib.import_module(name).Config
+        if modules:
+            from parts.plugins import launch_with
+
+            launch_with(modules, name, flags, add_defaults, arguments)
+        else:
             args = parse(flags, add_defaults(arguments))
-        except (AssertionError, AttributeError, NameError, TypeError) as error:  # because of Flags
-            raise plugins.mistake(modules[-1].__file__, error) if modules else error from None
-        args.plugin = tuple(module.__file__ for module in modules)
-        try:
             importlib.import_module(name).main(args)
-        except SystemExit as error:  # it would end a run that has no model with status 0
-            raise RuntimeError("a function of a plugin or a reward has called exit()") from error
 
     run(start, sys.argv[1:])
     sys.exit(0)  # with None, torchrun --run_path would wait

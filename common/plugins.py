@@ -1,7 +1,7 @@
 """Plugins: Python files of the user that `--plugin FILE` imports before the flags are parsed (docs/plugins.md).
 
 A plugin adds entries to tables of the modules that it imports, such as `rewards.TASKS`, and may have flags of its own,
-in a dataclass named `Flags`. `cli.launch` calls the functions below in this order.
+in a dataclass named `Flags`. parts/plugins.py adds these and checks the entries.
 """
 
 import argparse
@@ -13,18 +13,13 @@ import os
 import pathlib
 import sys
 import traceback
-import typing
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import pydantic
-
 from common import console
-from common.errors import UserError, describe, require
+from common.errors import UserError, describe
 
-# in config.json
-TAKEN = ("help", "total_steps", "world_size", "command", "git_commit", "plugin_sha256", "plugin_flags")
 _modules: dict[str, ModuleType] = {}  # the user's files that this process has imported, by path
 _digests: dict[str, str] = {}  # their SHA-256
 
@@ -98,71 +93,6 @@ def import_file(file: str) -> ModuleType:
             sys.path.remove(folder)
         _modules[path], _digests[path] = module, digest
     return _modules[path]
-
-
-def with_flags(config: type, plugin: ModuleType) -> type:
-    """Return the dataclass `config` with the flags of `plugin`. Raises UserError if one of them exists already."""
-    flags, where = getattr(plugin, "Flags", None), f"--plugin {plugin.__file__}"
-    if flags is None:
-        return config
-    is_one = isinstance(flags, type) and dataclasses.is_dataclass(flags)
-    if not is_one or flags.__dataclass_params__.frozen:
-        raise UserError(f"{where}: Flags is no dataclass, or is frozen: write @dataclasses.dataclass above the class")
-    known = {*dir(config), *(field.name for field in dataclasses.fields(config)), *TAKEN}
-    names = [*(field.name for field in dataclasses.fields(flags)), *(name for name in vars(flags) if name[:2] != "__")]
-    if taken := [name for name in names if name in known]:
-        raise UserError(f"{where}: the flag {taken[0]} exists already: choose another name")
-
-    try:
-        hints = typing.get_type_hints(flags)
-    except Exception as error:  # noqa: BLE001 - a hint in quotes may raise anything
-        raise mistake(plugin.__file__, error) from None
-    for field in dataclasses.fields(flags):
-        field.kw_only = True  # else, flags without a default could not follow those of `config`
-        _check_flag(where, field, hints[field.name])
-
-    @dataclasses.dataclass
-    class Config(config, flags):  # type: ignore[valid-type, misc]
-        __doc__ = config.__doc__
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            try:
-                getattr(flags, "__post_init__", lambda _: None)(self)
-            except ValueError as error:
-                raise ValueError(console.printable(str(error))) from None
-            for field in dataclasses.fields(flags):
-                kind = type(value := getattr(self, field.name, None)).__name__
-                require(_is_plain(value), f"{field.name} is a {kind}: make it a number, a text or a tuple of these")
-
-    return Config
-
-
-def _check_flag(where: str, field: dataclasses.Field, hint: Any) -> None:
-    """Raise UserError unless a field of `Flags` can be a flag, and has a default of its type, if it has one."""
-    if not field.init:
-        raise UserError(f"{where}: {field.name} has init=False, so that it is no flag: make it a constant of the file")
-    own = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    if own is not dataclasses.MISSING and not _fits(own, hint):
-        raise UserError(f"{where}: the default of {field.name}, {own!r:.40}, is no {hint!s:.80}")
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether config.json can hold `value`, and `./run.sh eval` can pass it on."""
-    if isinstance(value, tuple | list):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (int, float, str, bool)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Return whether `value` is what a type hint says."""
-    try:
-        pydantic.TypeAdapter(hint).validate_python(value, strict=True)
-    except pydantic.ValidationError:
-        return False
-    except pydantic.PydanticUserError:  # of a type that config.json cannot hold
-        pass
-    return True
 
 
 def record() -> dict[str, Any]:

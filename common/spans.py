@@ -10,25 +10,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from common.errors import call_entry
 from common.records import GroupRewards, Rewards, ScoredGroup
 
 
 def spread_over_tokens(
-    advantages_of: Callable[[GroupRewards], Tensor], rewards: GroupRewards, max_length: int, where: str = "--advantage"
+    advantages_of: Callable[[GroupRewards], Tensor], rewards: GroupRewards, max_length: int
 ) -> Tensor:
     """Return the advantages of `rewards`, (P, G) or, if a completion has spans, (P, G, `max_length`).
 
     Each token then has the advantage of its span; outside all spans, that of its completion. `advantages_of` also gets
-    the rewards of all spans of each group, as (P, spans), filled up with NaN. Raises UserError, which begins with
-    `where`, if it returns another shape than it gets.
+    the rewards of all spans of each group, as (P, spans), filled up with NaN.
     """
-    advantages = call_entry(where, advantages_of, (rewards,), rewards.total)
+    advantages = advantages_of(rewards)
     of_groups = [[span.rewards for spans in group for span in spans] for group in rewards.spans]
     if not any(of_groups):
         return advantages
-    parts = as_tensors(of_groups)
-    of_spans = call_entry(where, advantages_of, (parts,), parts.total)
+    of_spans = advantages_of(as_tensors(of_groups))
     tokens = advantages[..., None].repeat(1, 1, max_length)
     for values, group, own in zip(of_spans, rewards.spans, tokens):
         spans = [(g, span) for g, spans in enumerate(group) for span in spans]

@@ -23,7 +23,7 @@ from evaluation.metrics import summarise
 from evaluation.scorer import Scorer
 from policy.model import Policy
 from rewards import TASKS
-from rollout import Engine, check_rollouts, prompt_seed
+from rollout import Engine, prompt_seed
 from sampling.episodes import generate_options
 
 PROGRESS = "predictions.part"  # holds the responses of an unfinished evaluation
@@ -97,7 +97,6 @@ def sample_rows(
         with distributed.shared_errors():  # vLLM's checks of the prompts
             episodes = generate_options([sample for _, sample in local_rows], processor)
             groups = engine.generate(prompts, seeds, sampling, **episodes)
-            check_rollouts(groups, len(prompts), sampling, processor)
         new_outputs = distributed.gather_shards(list(map(_output, prompts, groups)))
         outputs += new_outputs
         if progress and console.is_main():

@@ -68,9 +68,9 @@ class Scorer:
         if task in ("format", *RESERVED):
             raise UserError(f"--task {task}: a reward has this name; rename the entry of TASKS")
         if flags.env:  # what the environment gives for the turns of a completion
-            from common.environments import ENVIRONMENTS, Environment
+            from common.environments import ENVIRONMENTS
 
-            find_entry("env", flags.env, ENVIRONMENTS, Environment)
+            find_entry("env", flags.env, ENVIRONMENTS)
             self.built_in[flags.env] = lambda env_reward=0.0, **_: env_reward
             self.weights[flags.env] = 1.0
         self.user_functions: dict[str, str] = {}  # name of each user-defined reward -> "file.py:function"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common import plugins
-from common.environments import ENVIRONMENTS, Environment
+from common.environments import ENVIRONMENTS
 from common.errors import UserError, find_entry
 from common.templates import control_tokens, variable_names
 from grading.calls import parameters
@@ -36,7 +36,7 @@ def find_environment(name: str, tokenizer: Any, max_turns: int, max_seen: int) -
 
     `max_turns`, `max_seen`: see `RunEnvironment`. Raises UserError if there is no such entry, or if it is unusable.
     """
-    environment = find_entry("env", name, ENVIRONMENTS, Environment)
+    environment = find_entry("env", name, ENVIRONMENTS)
     function = plugins.name_of(environment.reply)
     names, required, accepts_any = parameters(function) if function else ([], [], False)
     if not function or not (accepts_any or "text" in names):

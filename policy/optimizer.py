@@ -3,7 +3,6 @@
 import functools
 import math
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from common.distributed import local_tensor
-from common.errors import UserError, check_call
 from config import PolicyFlags
 from policy.model import Policy
 
@@ -106,34 +104,13 @@ def make_schedule(optimizer: Optimizer, flags: PolicyFlags, updates: int) -> Lam
 
 
 OPTIMIZERS = {"default": make_adamw}
-"""Replace the entry to train with other optimizers. Memory is planned for AdamW's two moments of each trained weight.
+"""Replace the entry to train with other optimizers, each with a LambdaLR, and each trained parameter in one of them.
+
+Memory is planned for AdamW's two moments of each trained weight.
 
 A checkpoint holds the `state` of the parameters, and what an optimizer changes in its groups. State of the shape of its
 parameter must be sharded like it, as `torch.zeros_like(parameter)` is; other state must be equal on all processes.
 """
-
-
-def make_optimizers(policy: Policy, flags: PolicyFlags, updates: int) -> Optimizers:
-    """Return what the entry in `OPTIMIZERS` makes.
-
-    Each trained parameter, and nothing else, must be in exactly one optimizer. A schedule must be a LambdaLR, which
-    checkpoints restore.
-    """
-    optimizers = OPTIMIZERS["default"](policy, flags, updates)
-    are_pairs = isinstance(optimizers, list) and all(isinstance(each, tuple) and len(each) == 2 for each in optimizers)
-    if not (are_pairs and all(isinstance(s, LambdaLR) and s.optimizer is optimizer for optimizer, s in optimizers)):
-        raise UserError("OPTIMIZERS: expected a list of pairs, of an optimizer and its LambdaLR: use make_schedule")
-    for optimizer, _ in optimizers:
-        check_call(f"OPTIMIZERS: {type(optimizer).__name__}.step", type(optimizer).step, "self")
-        if isinstance(optimizer, torch.optim.SparseAdam):
-            raise UserError("OPTIMIZERS: SparseAdam needs sparse gradients, which a model does not have: use another")
-    counts = Counter(p for optimizer, _ in optimizers for group in optimizer.param_groups for p in group["params"])
-    for name, p in policy.named_parameters():
-        if counts[p] != p.requires_grad:
-            raise UserError(f"OPTIMIZERS: {name} is in {counts[p]} of them: put each trained parameter in exactly one")
-    if others := counts.keys() - set(policy.parameters()):
-        raise UserError(f"OPTIMIZERS: a parameter {tuple(others.pop().shape)} is not the policy's: leave it out")
-    return optimizers
 
 
 def init_adam_state(optimizer: torch.optim.AdamW) -> None:

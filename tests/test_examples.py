@@ -202,7 +202,7 @@ def test_an_own_metric_is_logged_and_changes_no_reward():
 def test_the_rate_rises_stays_and_falls_in_the_last_fifth(example):
     example("lr_schedule")
     flags = PolicyFlags(learning_rate=2.0, warmup=1)
-    ((optimizer, schedule),) = optimizers.make_optimizers(torch.nn.Linear(2, 2), flags, 20)
+    ((optimizer, schedule),) = optimizers.OPTIMIZERS["default"](torch.nn.Linear(2, 2), flags, 20)
     rates = []
     for _ in range(20):
         rates.append(schedule.get_last_lr()[0])

@@ -9,14 +9,12 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType
 
 import pytest
 import torch
 
-import config
 import rewards
-from common import cli, plugins
+from common import plugins
 from common.errors import UserError
 from common.files import read_jsonl
 from common.records import Rollout
@@ -254,42 +252,6 @@ def test_mistakes_in_a_plugin_are_one_line(tmp_path):
         for (_, message), done in zip(cases, pool.map(lambda case: _start(tmp_path, case[0]), cases)):
             assert done.returncode == 2 and done.stderr.startswith("error: "), done.stderr
             assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("kind", "value"),
-    [
-        ("pathlib.Path", "pathlib.Path('x')"),
-        ("Colour", "Colour.RED"),
-        ("bytes", "b'x'"),
-        ("set[int]", "dataclasses.field(default_factory=set)"),
-        ("dict[str, int]", "dataclasses.field(default_factory=dict)"),
-        ("torch.dtype", "torch.float32"),
-        ("typing.Any", "object()"),
-        ("tuple[pathlib.Path, ...]", "(pathlib.Path('x'),)"),
-    ],
-)
-def test_a_flag_that_config_json_cannot_hold_is_refused(kind, value, capsys):
-    imports = "import dataclasses, enum, pathlib, torch, typing\nclass Colour(str, enum.Enum):\n    RED = 'red'\n"
-    own = ModuleType("own")
-    own.__file__ = "own.py"
-    exec(f"{imports}@dataclasses.dataclass\nclass Flags:\n    x: {kind} = {value}\n", vars(own))
-    with pytest.raises(SystemExit) as stopped:
-        cli.parse(plugins.with_flags(config.Config, own), ["--data=x"])
-    assert stopped.value.code == 2
-    printed = " ".join(capsys.readouterr().err.split())
-    assert re.search(r"x is a \w+: make it a number, a text or a tuple of these", printed), printed
-
-
-def test_flags_of_plain_types_are_taken(monkeypatch):
-    own, none = ModuleType("own"), ModuleType("none")
-    types = "    a: int = 1\n    b: str | None = None\n    c: tuple[float, ...] = (1.0, 2.0)\n    d: bool = False\n"
-    exec(f"import dataclasses\n@dataclasses.dataclass\nclass Flags:\n{types}", vars(own))
-    own.__file__, none.__file__, none.Flags = "own.py", "none.py", None
-    flags = plugins.with_flags(plugins.with_flags(config.Config, own), none)
-    assert cli.parse(flags, ["--data=x", "--c", "3", "4", "--d"]).c == (3.0, 4.0)
-    monkeypatch.setattr(plugins, "_modules", {"own.py": own, "none.py": none})
-    assert plugins.record()["plugin_flags"] == ["a", "b", "c", "d"]
 
 
 GOOD = {"model": "m", "task": "count", "eval_data": "rows", "max_completion_length": 12, "plugin_sha256": {}}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import grpo
-from common.errors import StepFailed, UserError
+from common.errors import StepFailed
 from common.files import read_jsonl
 from common.parts import extra
 from common.records import Completion, Group, GroupRewards, Prompt, Rewards, Rollout, ScoredGroup, Span
@@ -338,12 +338,6 @@ def test_the_page_shows_an_unscored_completion_beside_one_with_parts(tiny_model,
     shown = {(each["advantage"] is None, "parts" in each) for group in groups for each in group["completions"]}
     assert shown == {(True, False), (False, True)}
     assert "left out" in (tmp_path / "run" / "completions.html").read_text()
-
-
-def test_an_advantage_of_another_shape_is_refused_where_there_are_spans():
-    rewards = group_rewards([[(span(0, 1, 1.0),), ()]], [[1.0, 1.0]])
-    with pytest.raises(UserError, match=r"^--advantage: it returned float \(1, 2, 1\); expected float \(1, 2\)$"):
-        spread_over_tokens(lambda part: part.total[..., None], rewards, 2)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from config import Config
 from evaluation.scorer import Scorer
 from policy.model import Policy, cache_image_features
 from rewards import MAX_UNSCORED
-from rollout import Engine, check_rollouts, prompt_seed
+from rollout import Engine, prompt_seed
 from sampling.continuation import Continuation
 from training.metrics import Clock, sampling_metrics
 from training.offsets import in_tokens
@@ -173,8 +173,7 @@ class Collector:
             from sampling.episodes import Episodes
 
             episodes["episodes"] = Episodes(self.stream.rows(drawn), self.stream.processor, self.add_features)
-        groups = self.engine.generate(prompts, seeds, sampling, continuation, **episodes)
-        return check_rollouts(groups, len(prompts), sampling, self.stream.processor) if self.cfg.plugin else groups
+        return self.engine.generate(prompts, seeds, sampling, continuation, **episodes)
 
     def _gather(self, groups: list[ScoredGroup], rows: list[int]) -> list[list[Rewards]]:
         """Gather the rewards of all processes' groups, in prompt order, and record them and the completions' lengths.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from common import console, distributed
-from common.errors import UserError, find_entry
+from common.errors import UserError
 from common.records import RequestLimits, Sample
 from config import Config
 from data import Processor, load_split, max_images, processor_for
@@ -22,14 +22,14 @@ from evaluation.scorer import Scorer
 from policy.base_files import settings_folder
 from policy.memory import GIB, Plan, choose_micro_batch_size, gpus_here, limit_allocator, plan, sampler_stays_awake
 from policy.model import Policy, check_trained, compute_dtype, load_policy
-from policy.optimizer import OPTIMIZERS, make_optimizers
-from policy.sharding import AFTER_UPDATE, apply_fsdp, load_reference, load_teacher
+from policy.optimizer import OPTIMIZERS
+from policy.sharding import apply_fsdp, load_reference, load_teacher
 from rollout import ENGINES, Engine, check_engine_available, choose_engine, make_engine
 from training import checkpoint
 from training.collect import Collector
 from training.loop import Evaluate, Loop, Run, load_state
 from training.metrics import Clock
-from training.prompt_stream import ORDERS, PromptStream
+from training.prompt_stream import PromptStream
 from training.run_folder import WRITTEN, ResumePlan, RunFolder
 from training.run_log import RunLog, check_output_folder
 from training.updates import Updater
@@ -63,9 +63,6 @@ def start(
     resume = folder.plan_resume(cfg.resume)
     check_output_folder(cfg.output, cfg.overwrite or resume.replaces_output, resume.continues_output)
     check_start_survives(cfg)
-    if cfg.plugin:
-        check_entries()
-    check_after_update(cfg)
     choose_learning_rate(cfg, resume)
     stream, eval_samples, scorer, limits = (read or check_inputs)(cfg)
     state = check_state(cfg, stream, resume) if resume.checkpoint else {}
@@ -77,7 +74,7 @@ def start(
     clock = Clock()
     interrupted: list[int] = []  # shared by the owners, as the clock is
     collector = (make or collector_of(cfg, state))(cfg, stream, engine, scorer, clock, interrupted)
-    optimizers = make_optimizers(policy, cfg, collector.total_steps * cfg.updates_per_step)
+    optimizers = OPTIMIZERS["default"](policy, cfg, collector.total_steps * cfg.updates_per_step)
     torch.manual_seed(cfg.seed + distributed.rank())  # for dropout; a checkpoint restores its own random state
     resumed_step = state["step"] if resume.continues_output else None
     saver = checkpoint.Saver(folder, resumed_step)
@@ -132,21 +129,6 @@ def check_start_survives(cfg: Config) -> None:
         path = pathlib.Path(start or "").resolve()
         if start and output in path.parents and WRITTEN.fullmatch(path.relative_to(output).parts[0]):
             raise UserError(f"--{name} {start!r} would be replaced by this run: choose another --output")
-
-
-def check_entries() -> None:
-    """Raise UserError if an entry that no flag chooses is no function, or takes other arguments than it gets."""
-    find_entry("ORDERS", "default", ORDERS, Callable, "stream, position, cfg")
-    find_entry("OPTIMIZERS", "default", OPTIMIZERS, Callable, "policy, flags, updates")
-    for name in AFTER_UPDATE:
-        find_entry("AFTER_UPDATE", name, AFTER_UPDATE, Callable, "policy, reference, updates, cfg")
-
-
-def check_after_update(cfg: Config) -> None:
-    """Raise UserError if a function in `AFTER_UPDATE` has no reference of its own to change."""
-    if AFTER_UPDATE and (cfg.has_adapter or not cfg.beta):
-        why = "it needs --beta above 0" if not cfg.has_adapter else "with an adapter, that is the model without it"
-        raise UserError(f"AFTER_UPDATE ({', '.join(AFTER_UPDATE)}) changes the reference: {why}; or remove the entry")
 
 
 def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, RequestLimits]:

@@ -112,7 +112,7 @@ class BenchmarkJudge(Judge):
 
     def __init__(self, cfg: Any):
         self.cfg, self.name, self.prompt_task = cfg, cfg.benchmark, "math"
-        benchmark = find_entry("benchmark", self.name, table.BENCHMARKS, table.Benchmark)
+        benchmark = find_entry("benchmark", self.name, table.BENCHMARKS)
         needs_math = benchmark.server_role or benchmark.judge is table.judge_math
         self.server = start_math(cfg, cfg.judge_cache, bool(benchmark.server_role)) if needs_math else None
 

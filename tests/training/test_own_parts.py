@@ -16,8 +16,7 @@ import grpo
 from common.distributed import local_tensor
 from common.errors import UserError
 from common.files import read_jsonl
-from policy.model import load_policy
-from policy.optimizer import OPTIMIZERS, make_adamw, make_optimizers
+from policy.optimizer import OPTIMIZERS, make_adamw
 from policy.sharding import AFTER_UPDATE
 from tests.helpers.own_parts import copy_every_second, moving_average, two_optimizers
 from tests.helpers.runs import SMALL, config, difference, metrics, tensors, weights
@@ -133,61 +132,6 @@ def test_saving_takes_no_dummy_step(own, tiny_model, shapes, tmp_path):
     assert read_jsonl(tmp_path / "metrics.jsonl")[0]["lr"] == 1e-3, "that of the first optimizer"
 
 
-def test_a_parameter_in_no_optimizer_is_named(own, tiny_model, shapes, tmp_path):
-    def without_norms(policy, flags, updates):
-        return two_optimizers(policy, flags, updates)[:1]
-
-    def other_schedule(policy, flags, updates):
-        ((optimizer, _),) = make_adamw(policy, flags, updates)
-        return [(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))]
-
-    own(without_norms)
-    with pytest.raises(UserError, match=r"^OPTIMIZERS: model\..*bias is in 0 of them: put each trained parameter in"):
-        grpo.set_up(config(tiny_model, shapes, tmp_path))
-    own(other_schedule)
-    with pytest.raises(UserError, match=r"^OPTIMIZERS: expected a list of pairs, .* and its LambdaLR"):
-        grpo.set_up(config(tiny_model, shapes, tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda pairs: pairs[0], "expected a list of pairs"),
-        (lambda pairs: None, "expected a list of pairs"),
-        (lambda pairs: [pairs[0][0]], "expected a list of pairs"),
-        (lambda pairs: [pairs[0][::-1]], "expected a list of pairs"),
-        (lambda pairs: [(*pairs[0], 1)], "expected a list of pairs"),
-        (lambda pairs: iter(pairs), "expected a list of pairs"),
-        (lambda pairs: [], r"model\..* is in 0 of them"),
-    ],
-)
-def test_optimizers_of_another_form_are_refused(change, message, own, tiny_model, tmp_path):
-    own(lambda *given: change(make_adamw(*given)))
-    cfg = config(tiny_model, "x", tmp_path)
-    with pytest.raises(UserError, match=f"^OPTIMIZERS: {message}"):
-        make_optimizers(load_policy(tiny_model, cfg, torch.device("cpu")), cfg, 2)
-
-
-def test_a_parameter_that_is_not_the_policys_is_refused_before_the_first_step(own, tiny_model, shapes, tmp_path):
-    """No checkpoint could hold it."""
-
-    def with_another(policy, flags, updates):
-        ((optimizer, schedule),) = make_adamw(policy, flags, updates)
-        optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.zeros(2, 3)))
-        return [(optimizer, schedule)]
-
-    def schedule_of_another(policy, flags, updates):
-        return [(make_adamw(policy, flags, updates)[0][0], make_adamw(policy, flags, updates)[0][1])]
-
-    own(with_another)
-    with pytest.raises(UserError, match=r"^OPTIMIZERS: a parameter \(2, 3\) is not the policy's: leave it out$"):
-        grpo.set_up(config(tiny_model, shapes, tmp_path))
-    own(schedule_of_another)
-    with pytest.raises(UserError, match=r"^OPTIMIZERS: expected a list of pairs"):
-        grpo.set_up(config(tiny_model, shapes, tmp_path))
-    assert not list(tmp_path.iterdir())
-
-
 def test_state_of_which_one_shard_would_be_saved_is_refused(own, tiny_model, shapes, tmp_path):
     """It is a plain tensor of the shape of its parameter, or of its shard; PyTorch would take it for a copy."""
 
@@ -222,12 +166,3 @@ def test_a_reference_that_is_copied_is_the_policy(own, tiny_model, shapes, tmp_p
     assert metrics(tmp_path / "fixed")[2]["kl"] > 0
     names = tensors(tmp_path / "fixed" / "checkpoint-3", tmp_path / "fixed.pt")
     assert not any("reference" in name for name in names), "a fixed reference is not saved"
-
-
-def test_without_a_reference_of_its_own_there_is_nothing_to_change(own, tiny_model, shapes, tmp_path):
-    own(average=moving_average)
-    with pytest.raises(UserError, match=r"^AFTER_UPDATE \(average\) changes the reference: it needs --beta above 0"):
-        grpo.set_up(config(tiny_model, shapes, tmp_path))
-    with pytest.raises(UserError, match=r"with an adapter, that is the model without it; or remove the entry$"):
-        grpo.set_up(config(tiny_model, shapes, tmp_path, beta=0.1, lora_rank=4))
-    assert not list(tmp_path.iterdir())

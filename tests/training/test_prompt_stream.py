@@ -4,7 +4,6 @@ import shutil
 import threading
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -39,20 +38,6 @@ def test_prepared_or_not_the_prompts_are_the_same(stream):
     assert same(stream.get(drawn), want)
     stream.prefetch(stream.draw([7, 1, 2, 200], 0))  # a retried step needs positions that were not prefetched
     assert same(stream.get(drawn), want)
-
-
-@pytest.mark.parametrize("row", [-1, 12, 1.0, "3", None, float("nan"), [1]])
-def test_an_order_that_names_no_row_is_refused(row, stream, monkeypatch):
-    """-1 would be the last row."""
-    monkeypatch.setitem(prompt_stream.ORDERS, "default", lambda *_: row)
-    assert len(stream.samples) == 12
-    with pytest.raises(UserError, match=r"^ORDERS: it returned .*; expected a row, from 0 to 11$"):
-        stream.draw([0], 0)
-
-
-def test_an_order_may_return_a_number_of_numpy(stream, monkeypatch):
-    monkeypatch.setitem(prompt_stream.ORDERS, "default", lambda *_: np.int64(3))
-    assert [type(each.row) for each in stream.draw([0], 0)] == [int]
 
 
 def test_what_is_not_encoded_when_it_is_needed_is_encoded_in_all_threads(stream, monkeypatch):

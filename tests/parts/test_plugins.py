@@ -1,31 +1,54 @@
-"""Entries that a plugin adds to tables: what is wrong with one ends in one line, which says where and what to do."""
+"""Flags and entries of plugins: what is wrong with one ends in one line, which says where and what to do."""
 
+import re
 import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+
+pytest.importorskip("parts.plugins", reason="needs parts/plugins.py, which is not here")
 
 import config
 import grpo
 import rewards
 import rollout
-from common import distributed, plugins
+from common import cli, distributed, plugins
 from common.environments import ENVIRONMENTS, Environment
-from common.errors import UserError, call_entry, check_call, find_entry
-from common.records import Rollout, Sampling
+from common.errors import UserError, check_call
+from common.records import Rewards, Rollout, Sampling
+from common.spans import as_tensors
 from config import Config, EngineFlags, RewardFlags
 from data import load_processor
 from evaluation.scorer import Scorer
 from inputs.environment import find_environment
 from packing import TokenValues
+from parts.plugins import (
+    check_entries,
+    check_rollouts,
+    checked_advantage,
+    checked_maker,
+    checked_objective,
+    checked_optimizers,
+    checked_order,
+    with_flags,
+)
 from policy.model import load_policy
-from policy.optimizer import OPTIMIZERS, make_optimizers, make_schedule
+from policy.optimizer import OPTIMIZERS, make_adamw, make_schedule
 from policy.sharding import AFTER_UPDATE
 from tests.helpers.runs import config as small
-from training import run
 from training.prompt_stream import ORDERS
+
+
+@pytest.fixture(autouse=True)
+def tables(monkeypatch):
+    """Keep the tables as they are: checks replace their entries."""
+    for table in (grpo.LOSSES, grpo.ADVANTAGES, rollout.ENGINES, ORDERS, OPTIMIZERS, AFTER_UPDATE):
+        for name, entry in table.items():
+            monkeypatch.setitem(table, name, entry)
+
 
 # --- how it is called -------------------------------------------------------------------------------------------------
 
@@ -49,9 +72,10 @@ def test_a_function_that_may_take_them_is_taken(function):
     assert check_call("--x", function, "a") if function is not SimpleNamespace else check_call("--x", function, "a=")
 
 
-def test_a_table_that_was_replaced_is_named():
-    with pytest.raises(UserError, match=r"^--advantage own: its table has become a NoneType: add entries to it"):
-        find_entry("advantage", "own", None, object)
+def test_a_table_that_was_replaced_is_named(monkeypatch):
+    monkeypatch.setattr(grpo, "ADVANTAGES", None)
+    with pytest.raises(UserError, match=r"^ADVANTAGES has become a NoneType: add entries to it, and keep it$"):
+        check_entries(Config(data="x"))
 
 
 @pytest.mark.parametrize(
@@ -67,13 +91,22 @@ def test_a_table_that_was_replaced_is_named():
 def test_a_loss_with_other_arguments_is_refused_before_a_model_is_loaded(entry, message, monkeypatch):
     monkeypatch.setitem(grpo.LOSSES, "own", grpo.Loss(entry, "tokens", 0.2, 0.2, needs_entropy=True))
     with pytest.raises(UserError, match=message):
-        grpo.resolve_loss(Config(data="x", loss_type="own"))
+        check_entries(Config(data="x", loss_type="own"))
 
 
 def test_an_advantage_with_other_arguments_is_refused_before_a_model_is_loaded(monkeypatch):
     monkeypatch.setitem(grpo.ADVANTAGES, "own", lambda rewards: rewards.total)
     with pytest.raises(UserError, match=r"^--advantage own: it takes \(rewards\), and is called with \(rewards, rew"):
-        grpo.resolve_loss(Config(data="x", advantage="own"))
+        check_entries(Config(data="x", advantage="own"))
+
+
+@pytest.mark.parametrize("table", ["LOSSES", "ADVANTAGES"])
+@pytest.mark.parametrize("entry", [None, 3, "grpo"])
+def test_an_entry_that_is_none_is_refused(table, entry, monkeypatch):
+    flag, expected = {"LOSSES": ("loss_type", "Loss"), "ADVANTAGES": ("advantage", "Callable")}[table]
+    monkeypatch.setitem(getattr(grpo, table), "own", entry)
+    with pytest.raises(UserError, match=rf"^--{flag} own: its entry is a {type(entry).__name__}; expected {expected}$"):
+        check_entries(Config(data="x", **{flag: "own"}))
 
 
 @pytest.mark.parametrize("bounds", [(-0.1, 0.2), (1.1, 0.2), (float("nan"), 0.2), (0.2, -1), (0.2, float("inf"))])
@@ -89,13 +122,13 @@ def test_clip_bounds_that_the_flags_would_not_take_are_refused(bounds):
 def test_an_entry_that_no_flag_chooses_is_checked_before_a_model_is_loaded(table, entry, message, monkeypatch):
     monkeypatch.setitem(table, "default", entry)
     with pytest.raises(UserError, match=rf"^[A-Z_]+\['default'\]: {message}"):
-        run.check_entries()
+        check_entries(Config(data="x", beta=0.1))
 
 
 def test_a_missing_order_is_named(monkeypatch):
     monkeypatch.delitem(ORDERS, "default")
-    with pytest.raises(UserError, match=r"^ORDERS\['default'\]: add one with --plugin FILE$"):
-        run.check_entries()
+    with pytest.raises(UserError, match=r"^ORDERS\['default'\] is missing: replace the entry, and do not delete it$"):
+        check_entries(Config(data="x"))
 
 
 @pytest.mark.parametrize("field", ["format", "exact_match", "answer_group", "gold_problem"])
@@ -126,13 +159,85 @@ def test_an_entry_that_changes_what_it_is_given_is_refused(name):
 
     def objective(logp, values):
         (logp if name == "logp" else values.advantages).add_(1)
-        return logp.clone()
+        return logp.clone(), flag
 
     with pytest.raises(
         UserError, match=r"^--loss_type own: it changes a tensor that it is given: let it change a copy"
     ):
-        call_entry("--loss_type own", objective, (logp, batch.values), logp)
-    assert call_entry("--loss_type own", lambda logp, values: logp * 2, (logp, batch.values), logp).shape == (3,)
+        checked_objective("--loss_type own", objective)(logp, batch.values)
+    assert checked_objective("--loss_type own", lambda logp, values: (logp * 2, flag))(logp, batch.values)[1] is flag
+
+
+@pytest.mark.parametrize(
+    ("returned", "form"),
+    [
+        (lambda total: total[:, :1], "float (2, 1)"),
+        (lambda total: total.T, "float (4, 2)"),
+        (lambda total: torch.zeros(2, 5), "float (2, 5)"),
+        (lambda total: torch.zeros(3, 4), "float (3, 4)"),
+        (lambda total: total[..., None], "float (2, 4, 1)"),
+        (lambda total: total.sum(), "float ()"),
+        (lambda total: total.long(), "int64 (2, 4)"),
+        (lambda total: total > 0, "bool (2, 4)"),
+        (lambda total: total.requires_grad_(), "float (2, 4) with a gradient"),
+        (lambda total: total.tolist(), "a list"),
+        (lambda total: total.numpy(), "a ndarray"),
+        (lambda total: (total, total), "a tuple"),
+        (lambda total: (total,), "a tuple"),
+        (lambda total: None, "a NoneType"),
+    ],
+)
+def test_an_advantage_of_another_form_is_refused(returned, form):
+    """Most of these would be broadcast, or cut, and train on something else."""
+    rewards = as_tensors([[Rewards(1.0, 1.0, {"own": 1.0})] * 4] * 2)
+    with pytest.raises(UserError) as error:
+        checked_advantage("--advantage own", lambda rewards: returned(rewards.total.clone()))(rewards)
+    assert str(error.value) == f"--advantage own: it returned {form}; expected float (2, 4)"
+
+
+NOT_CLIPPED = torch.zeros(4, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("objective", "form"),
+    [
+        (lambda logp: (logp[:, None], NOT_CLIPPED), "float (4, 1) with a gradient and bool (4,)"),
+        (lambda logp: (logp.sum(), NOT_CLIPPED), "float () with a gradient and bool (4,)"),
+        (lambda logp: (logp.detach(), NOT_CLIPPED), "float (4,) and bool (4,)"),
+        (lambda logp: (logp, NOT_CLIPPED.long()), "float (4,) with a gradient and int64 (4,)"),
+        (lambda logp: (logp, NOT_CLIPPED[:1]), "float (4,) with a gradient and bool (1,)"),
+        (lambda logp: (logp, False), "float (4,) with a gradient and a bool"),
+        (lambda logp: (NOT_CLIPPED, logp), "bool (4,) and float (4,) with a gradient"),
+        (lambda logp: (logp, NOT_CLIPPED, logp), "float (4,) with a gradient and bool (4,) and float (4,) with a grad"),
+        (lambda logp: logp, "float (4,) with a gradient"),
+        (lambda logp: None, "a NoneType"),
+    ],
+)
+def test_an_objective_of_another_form_is_refused(objective, form):
+    """(C, 1) would be broadcast to (C, C), and a number would count once for each token."""
+    with pytest.raises(UserError) as error:
+        checked_objective("--loss_type own", objective)(torch.zeros(4, requires_grad=True))
+    assert str(error.value).startswith(f"--loss_type own: it returned {form}")
+    assert str(error.value).endswith("; expected float (4,) with a gradient and bool (4,)")
+
+
+@pytest.mark.parametrize("row", [-1, 12, 1.0, "3", None, float("nan"), [1]])
+def test_an_order_that_names_no_row_is_refused(row):
+    """-1 would be the last row."""
+    with pytest.raises(UserError, match=r"^ORDERS: it returned .*; expected a row, from 0 to 11$"):
+        checked_order(lambda *_: row)(SimpleNamespace(samples=[None] * 12), 0, None)
+
+
+def test_an_order_may_return_a_number_of_numpy():
+    assert type(checked_order(lambda *_: np.int64(3))(SimpleNamespace(samples=[None] * 12), 0, None)) is int
+
+
+def test_without_a_reference_of_its_own_there_is_nothing_to_change(monkeypatch):
+    monkeypatch.setitem(AFTER_UPDATE, "average", lambda policy, reference, updates, cfg: None)
+    with pytest.raises(UserError, match=r"^AFTER_UPDATE \(average\) changes the reference: it needs --beta above 0"):
+        check_entries(Config(data="x"))
+    with pytest.raises(UserError, match=r"with an adapter, that is the model without it; or remove the entry$"):
+        check_entries(Config(data="x", beta=0.1, lora_rank=4))
 
 
 @pytest.mark.parametrize("returned", [7, float("nan"), 0.5, "yes", None, -1])
@@ -176,9 +281,9 @@ SOUND = Rollout(torch.arange(4), torch.zeros(4), text="1")
 )
 def test_what_a_sampler_returns_is_checked(groups, message, processor):
     sampling = Sampling(2, 4)
-    assert rollout.check_rollouts([[SOUND] * 2] * 2, 2, sampling, processor) == [[SOUND] * 2] * 2
+    check_rollouts([[SOUND] * 2] * 2, 2, sampling, processor)
     with pytest.raises(UserError, match=f"^the sampler returned .*{message}"):
-        rollout.check_rollouts(groups, 2, sampling, processor)
+        check_rollouts(groups, 2, sampling, processor)
 
 
 def test_a_sampler_that_is_none_and_a_package_of_another_name(monkeypatch, processor, capsys):
@@ -187,9 +292,68 @@ def test_a_sampler_that_is_none_and_a_package_of_another_name(monkeypatch, proce
     flags, cpu = EngineFlags(engine="own"), torch.device("cpu")
     assert rollout.choose_engine(flags, cpu) == "own" and capsys.readouterr().err == "sampler: mine\n"
     with pytest.raises(UserError, match=r"^--engine own: it made a NoneType: see `Engine` in rollout.py$"):
-        rollout.make_engine(flags, "m", processor, cpu, torch.float32, None)
+        checked_maker("own", entry.make)(flags, "m", processor, cpu, torch.float32, None, None)
     missing = rollout.EngineEntry(lambda *_: None, "mine", "nowhere.at_all")
     assert missing.lacks(cpu) == ["mine is not installed"]
+
+
+@pytest.fixture(scope="module")
+def adapted(tiny_model, tmp_path_factory):
+    """Return a policy, and the flags of its run."""
+    cfg = small(tiny_model, "x", tmp_path_factory.mktemp("run"), learning_rate=1e-5)
+    return load_policy(tiny_model, cfg, torch.device("cpu")), cfg
+
+
+def test_a_parameter_in_no_optimizer_is_named(adapted):
+    policy, flags = adapted
+
+    def without_norms(policy, flags, updates):
+        return make_adamw(policy, flags, updates, [p for p in policy.parameters() if p.ndim > 1 and p.requires_grad])
+
+    def other_schedule(policy, flags, updates):
+        ((optimizer, _),) = make_adamw(policy, flags, updates)
+        return [(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))]
+
+    with pytest.raises(UserError, match=r"^OPTIMIZERS: model\..*bias is in 0 of them: put each trained parameter in"):
+        checked_optimizers(without_norms)(policy, flags, 2)
+    with pytest.raises(UserError, match=r"^OPTIMIZERS: expected a list of pairs, .* and its LambdaLR"):
+        checked_optimizers(other_schedule)(policy, flags, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda pairs: pairs[0], "expected a list of pairs"),
+        (lambda pairs: None, "expected a list of pairs"),
+        (lambda pairs: [pairs[0][0]], "expected a list of pairs"),
+        (lambda pairs: [pairs[0][::-1]], "expected a list of pairs"),
+        (lambda pairs: [(*pairs[0], 1)], "expected a list of pairs"),
+        (lambda pairs: iter(pairs), "expected a list of pairs"),
+        (lambda pairs: [], r"model\..* is in 0 of them"),
+    ],
+)
+def test_optimizers_of_another_form_are_refused(change, message, adapted):
+    policy, flags = adapted
+    with pytest.raises(UserError, match=f"^OPTIMIZERS: {message}"):
+        checked_optimizers(lambda *given: change(make_adamw(*given)))(policy, flags, 2)
+
+
+def test_a_parameter_that_is_not_the_policys_is_refused_before_the_first_step(adapted):
+    """No checkpoint could hold it."""
+    policy, flags = adapted
+
+    def with_another(policy, flags, updates):
+        ((optimizer, schedule),) = make_adamw(policy, flags, updates)
+        optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.zeros(2, 3)))
+        return [(optimizer, schedule)]
+
+    def schedule_of_another(policy, flags, updates):
+        return [(make_adamw(policy, flags, updates)[0][0], make_adamw(policy, flags, updates)[0][1])]
+
+    with pytest.raises(UserError, match=r"^OPTIMIZERS: a parameter \(2, 3\) is not the policy's: leave it out$"):
+        checked_optimizers(with_another)(policy, flags, 2)
+    with pytest.raises(UserError, match=r"^OPTIMIZERS: expected a list of pairs"):
+        checked_optimizers(schedule_of_another)(policy, flags, 2)
 
 
 @pytest.mark.parametrize(
@@ -199,15 +363,14 @@ def test_a_sampler_that_is_none_and_a_package_of_another_name(monkeypatch, proce
         (torch.optim.SparseAdam, "OPTIMIZERS: SparseAdam needs sparse gradients"),
     ],
 )
-def test_an_optimizer_that_cannot_work_here_is_refused(optimizer, message, tiny_model, tmp_path, monkeypatch):
+def test_an_optimizer_that_cannot_work_here_is_refused(optimizer, message, tiny_model, tmp_path):
     def own(policy, flags, updates):
         made = optimizer([p for p in policy.parameters() if p.requires_grad])
         return [(made, make_schedule(made, flags, updates))]
 
-    monkeypatch.setitem(OPTIMIZERS, "default", own)
     cfg = small(tiny_model, "x", tmp_path)
     with pytest.raises(UserError, match=f"^{message}"):
-        make_optimizers(load_policy(tiny_model, cfg, torch.device("cpu")), cfg, 2)
+        checked_optimizers(own)(load_policy(tiny_model, cfg, torch.device("cpu")), cfg, 2)
 
 
 def test_tools_with_a_control_token_are_refused(processor, monkeypatch):
@@ -262,7 +425,7 @@ def test_a_flag_whose_type_is_wrong_or_unknown_is_refused(lines, message, monkey
     own.__file__ = "own.py"
     exec(f"import dataclasses\n@dataclasses.dataclass\nclass Flags:\n    {lines}\n", vars(own))
     with pytest.raises(UserError, match=f"^--plugin own.py: {message}"):
-        plugins.with_flags(config.Config, own)
+        with_flags(config.Config, own)
 
 
 def test_a_flag_that_fails_prints_no_control_characters():
@@ -271,4 +434,40 @@ def test_a_flag_that_fails_prints_no_control_characters():
     body = "x: float = 1\n    def __post_init__(self): raise ValueError('\\x1b[31m')\n"
     exec(f"import dataclasses\n@dataclasses.dataclass\nclass Flags:\n    {body}", vars(own))
     with pytest.raises(ValueError, match=r"^\\x1b\[31m$"):
-        plugins.with_flags(config.Config, own)(data="x")
+        with_flags(config.Config, own)(data="x")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("pathlib.Path", "pathlib.Path('x')"),
+        ("Colour", "Colour.RED"),
+        ("bytes", "b'x'"),
+        ("set[int]", "dataclasses.field(default_factory=set)"),
+        ("dict[str, int]", "dataclasses.field(default_factory=dict)"),
+        ("torch.dtype", "torch.float32"),
+        ("typing.Any", "object()"),
+        ("tuple[pathlib.Path, ...]", "(pathlib.Path('x'),)"),
+    ],
+)
+def test_a_flag_that_config_json_cannot_hold_is_refused(kind, value, capsys):
+    imports = "import dataclasses, enum, pathlib, torch, typing\nclass Colour(str, enum.Enum):\n    RED = 'red'\n"
+    own = ModuleType("own")
+    own.__file__ = "own.py"
+    exec(f"{imports}@dataclasses.dataclass\nclass Flags:\n    x: {kind} = {value}\n", vars(own))
+    with pytest.raises(SystemExit) as stopped:
+        cli.parse(with_flags(config.Config, own), ["--data=x"])
+    assert stopped.value.code == 2
+    printed = " ".join(capsys.readouterr().err.split())
+    assert re.search(r"x is a \w+: make it a number, a text or a tuple of these", printed), printed
+
+
+def test_flags_of_plain_types_are_taken(monkeypatch):
+    own, none = ModuleType("own"), ModuleType("none")
+    types = "    a: int = 1\n    b: str | None = None\n    c: tuple[float, ...] = (1.0, 2.0)\n    d: bool = False\n"
+    exec(f"import dataclasses\n@dataclasses.dataclass\nclass Flags:\n{types}", vars(own))
+    own.__file__, none.__file__, none.Flags = "own.py", "none.py", None
+    flags = with_flags(with_flags(config.Config, own), none)
+    assert cli.parse(flags, ["--data=x", "--c", "3", "4", "--d"]).c == (3.0, 4.0)
+    monkeypatch.setattr(plugins, "_modules", {"own.py": own, "none.py": none})
+    assert plugins.record()["plugin_flags"] == ["a", "b", "c", "d"]

@@ -1,0 +1,300 @@
+"""Commands with plugins (docs/plugins.md): their flags, and checks of the entries that they add to tables.
+
+`launch_with` is all that the core asks for. An entry that a command uses is replaced by a function that also checks
+what it returns, and that it changes no tensor that it is given. Without a plugin, nothing is checked.
+"""
+
+import dataclasses
+import functools
+import importlib
+import re
+import reprlib
+import sys
+import typing
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from numbers import Integral
+from types import ModuleType
+from typing import Any
+
+import pydantic
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from common import cli, console, plugins
+from common.errors import UserError, check_call, require
+
+# module, table, class of its entries in the same module ("": functions), what a user writes to choose one
+TABLES = (
+    ("rewards", "TASKS", "Task", "--task {}"),
+    ("grpo", "LOSSES", "Loss", "--loss_type {}"),
+    ("grpo", "ADVANTAGES", "", "--advantage {}"),
+    ("rollout", "ENGINES", "EngineEntry", "--engine {}"),
+    ("common.environments", "ENVIRONMENTS", "Environment", "--env {}"),
+    ("training.prompt_stream", "ORDERS", "", "ORDERS[{!r}]"),
+    ("policy.optimizer", "OPTIMIZERS", "", "OPTIMIZERS[{!r}]"),
+    ("policy.sharding", "AFTER_UPDATE", "", "AFTER_UPDATE[{!r}]"),
+)
+# in config.json
+TAKEN = ("help", "total_steps", "world_size", "command", "git_commit", "plugin_sha256", "plugin_flags")
+
+
+def launch_with(
+    modules: list[ModuleType],
+    name: str,
+    config: type,
+    add_defaults: Callable[[list[str]], list[str]],
+    arguments: list[str],
+) -> None:
+    """Call `main` of the module `name` with flags of `config` and of the plugins `modules`, once these are checked."""
+    try:
+        cfg: Any = cli.parse(functools.reduce(with_flags, modules, config), add_defaults(arguments))
+    except (AssertionError, AttributeError, NameError, TypeError) as error:  # because of Flags
+        raise plugins.mistake(modules[-1].__file__, error) from None
+    cfg.plugin = tuple(module.__file__ for module in modules)
+    main = importlib.import_module(name).main
+    check_entries(cfg)
+    try:
+        main(cfg)
+    except SystemExit as error:  # it would end a run that has no model with status 0
+        raise RuntimeError("a function of a plugin or a reward has called exit()") from error
+
+
+# --- flags ------------------------------------------------------------------------------------------------------------
+
+
+def with_flags(config: type, plugin: ModuleType) -> type:
+    """Return the dataclass `config` with the flags of `plugin`. Raises UserError if one of them exists already."""
+    flags, where = getattr(plugin, "Flags", None), f"--plugin {plugin.__file__}"
+    if flags is None:
+        return config
+    is_one = isinstance(flags, type) and dataclasses.is_dataclass(flags)
+    if not is_one or flags.__dataclass_params__.frozen:
+        raise UserError(f"{where}: Flags is no dataclass, or is frozen: write @dataclasses.dataclass above the class")
+    known = {*dir(config), *(field.name for field in dataclasses.fields(config)), *TAKEN}
+    names = [*(field.name for field in dataclasses.fields(flags)), *(name for name in vars(flags) if name[:2] != "__")]
+    if taken := [name for name in names if name in known]:
+        raise UserError(f"{where}: the flag {taken[0]} exists already: choose another name")
+    try:
+        hints = typing.get_type_hints(flags)
+    except Exception as error:  # noqa: BLE001 - a hint in quotes may raise anything
+        raise plugins.mistake(plugin.__file__, error) from None
+    for field in dataclasses.fields(flags):
+        field.kw_only = True  # else, flags without a default could not follow those of `config`
+        _check_flag(where, field, hints[field.name])
+
+    @dataclasses.dataclass
+    class Config(config, flags):  # type: ignore[valid-type, misc]
+        __doc__ = config.__doc__
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            try:
+                getattr(flags, "__post_init__", lambda _: None)(self)
+            except ValueError as error:
+                raise ValueError(console.printable(str(error))) from None
+            for field in dataclasses.fields(flags):
+                kind = type(value := getattr(self, field.name, None)).__name__
+                require(_is_plain(value), f"{field.name} is a {kind}: make it a number, a text or a tuple of these")
+
+    return Config
+
+
+def _check_flag(where: str, field: dataclasses.Field, hint: Any) -> None:
+    """Raise UserError unless a field of `Flags` can be a flag, and has a default of its type, if it has one."""
+    if not field.init:
+        raise UserError(f"{where}: {field.name} has init=False, so that it is no flag: make it a constant of the file")
+    own = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    if own is dataclasses.MISSING:
+        return
+    try:
+        pydantic.TypeAdapter(hint).validate_python(own, strict=True)
+    except pydantic.ValidationError:
+        raise UserError(f"{where}: the default of {field.name}, {own!r:.40}, is no {hint!s:.80}") from None
+    except pydantic.PydanticUserError:  # of a type that config.json cannot hold
+        pass
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether config.json can hold `value`, and `./run.sh eval` can pass it on."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (int, float, str, bool)
+
+
+# --- entries ----------------------------------------------------------------------------------------------------------
+
+
+def check_entries(cfg: Any) -> None:
+    """Raise UserError for entries that cannot be used, and let those that `cfg` uses check what they return."""
+    for module, name, kind, flag in TABLES:
+        if home := sys.modules.get(module):
+            _check_table(getattr(home, name), getattr(home, kind) if kind else Callable, flag, name)
+    if hasattr(cfg, "loss_type"):
+        _check_algorithm(cfg)
+    if rollout := sys.modules.get("rollout"):
+        for name, entry in rollout.ENGINES.items():  # all: a plugin may also change the class of a sampler
+            rollout.ENGINES[name] = replace(entry, make=checked_maker(name, entry.make))
+
+
+def _check_table(table: Any, kind: Any, flag: str, name: str) -> None:
+    if not isinstance(table, dict):
+        raise UserError(f"{name} has become a {type(table).__name__}: add entries to it, and keep it")
+    for key, entry in table.items():
+        if not isinstance(entry, kind):
+            where = flag.format(key)
+            raise UserError(f"{where}: its entry is a {type(entry).__name__}; expected {kind.__name__}")
+    if name in ("ORDERS", "OPTIMIZERS") and "default" not in table:
+        raise UserError(f"{name}['default'] is missing: replace the entry, and do not delete it")
+
+
+def _check_algorithm(cfg: Any) -> None:
+    """Check what a training run with the flags `cfg` uses, and let it check what it returns."""
+    import grpo
+    from policy.optimizer import OPTIMIZERS
+    from policy.sharding import AFTER_UPDATE
+    from training.prompt_stream import ORDERS
+
+    loss, advantage = grpo.LOSSES.get(cfg.loss_type), grpo.ADVANTAGES.get(getattr(cfg, "advantage", ""))
+    if loss and loss.objective.__module__ != "grpo":
+        where = f"--loss_type {cfg.loss_type}"
+        entropy = ", entropy=" * loss.needs_entropy
+        check_call(where, loss.objective, f"logp, log_ratio, advantages, batch, cfg{entropy}")
+        grpo.LOSSES[cfg.loss_type] = replace(loss, objective=checked_objective(where, loss.objective))
+    if advantage and advantage.__module__ != "grpo":
+        where = f"--advantage {cfg.advantage}"
+        check_call(where, advantage, "rewards, reward_weights, cfg")
+        grpo.ADVANTAGES[cfg.advantage] = checked_advantage(where, advantage)
+    order, make = ORDERS["default"], OPTIMIZERS["default"]
+    ORDERS["default"] = checked_order(check_call("ORDERS['default']", order, "stream, position, cfg"))
+    OPTIMIZERS["default"] = checked_optimizers(check_call("OPTIMIZERS['default']", make, "policy, flags, updates"))
+    for name, change in AFTER_UPDATE.items():
+        check_call(f"AFTER_UPDATE[{name!r}]", change, "policy, reference, updates, cfg")
+    if AFTER_UPDATE and (cfg.has_adapter or not cfg.beta):
+        why = "it needs --beta above 0" if not cfg.has_adapter else "with an adapter, that is the model without it"
+        raise UserError(f"AFTER_UPDATE ({', '.join(AFTER_UPDATE)}) changes the reference: {why}; or remove the entry")
+
+
+def checked_objective(where: str, objective: Callable) -> Callable:
+    """Return an objective that checks what it returns: one number, and one bool, for each token."""
+
+    def checked(logp: Any, *given: Any, **options: Any) -> Any:
+        expected = f"{form(logp)} and bool {tuple(logp.shape)}"
+        return _checked(where, objective, (logp, *given), expected, **options)
+
+    return checked
+
+
+def checked_advantage(where: str, advantage: Callable) -> Callable:
+    """Return an advantage that checks what it returns: a number for each completion."""
+    return lambda rewards, *given: _checked(where, advantage, (rewards, *given), form(rewards.total))
+
+
+def _checked(where: str, function: Callable, given: Sequence[Any], expected: str, **options: Any) -> Any:
+    """Call an entry. Raises UserError if it returns another `form` than expected, or changes what it is given."""
+    before, returned = _versions((*given, *options.values())), function(*given, **options)
+    got = " and ".join(map(form, returned if isinstance(returned, tuple) and "and" in expected else (returned,)))
+    if got != expected:
+        raise UserError(f"{where}: it returned {got}; expected {expected}")
+    if before != _versions((*given, *options.values())):
+        raise UserError(f"{where}: it changes a tensor that it is given: let it change a copy, x.clone()")
+    return returned
+
+
+def _versions(values: Sequence[Any]) -> list[Any]:
+    """Return how often each of `values` that is a tensor, or lies in a dataclass, was changed in place."""
+    own = [each for each in values if dataclasses.is_dataclass(each)]
+    inner = [_versions([getattr(each, field.name) for field in dataclasses.fields(each)]) for each in own]
+    return [inner, *(getattr(each, "_version", None) for each in values)]
+
+
+def form(tensor: Any) -> str:
+    """Return the kind of number and the shape of a tensor, in words."""
+    if not hasattr(tensor, "requires_grad"):
+        return f"a {type(tensor).__name__}"
+    kind = re.sub(r"torch\.(b?float\d+)?", "", str(tensor.dtype)) or "float"
+    return f"{kind} {tuple(tensor.shape)}" + " with a gradient" * tensor.requires_grad
+
+
+def checked_order(order: Callable) -> Callable:
+    """Return an order of rows that checks what it returns: the index of a row."""
+
+    def checked(stream: Any, position: int, cfg: Any) -> int:
+        row, last = order(stream, position, cfg), len(stream.samples) - 1
+        if not (isinstance(row, Integral) and 0 <= row <= last):  # type: ignore[operator]
+            raise UserError(f"ORDERS: it returned {reprlib.repr(row)}; expected a row, from 0 to {last}")
+        return int(row)
+
+    return checked
+
+
+def checked_optimizers(make: Callable) -> Callable:
+    """Return what makes optimizers, and checks them.
+
+    Each trained parameter, and nothing else, must be in exactly one. A schedule must be a LambdaLR, which checkpoints
+    restore.
+    """
+
+    def checked(policy: torch.nn.Module, flags: Any, updates: int) -> list[tuple]:
+        made = make(policy, flags, updates)
+        are_pairs = isinstance(made, list) and all(isinstance(each, tuple) and len(each) == 2 for each in made)
+        if not (are_pairs and all(isinstance(s, LambdaLR) and s.optimizer is optimizer for optimizer, s in made)):
+            raise UserError("OPTIMIZERS: expected a list of pairs, of an optimizer and its LambdaLR: use make_schedule")
+        for optimizer, _ in made:
+            check_call(f"OPTIMIZERS: {type(optimizer).__name__}.step", type(optimizer).step, "self")
+            if isinstance(optimizer, torch.optim.SparseAdam):
+                raise UserError("OPTIMIZERS: SparseAdam needs sparse gradients, which a model lacks: use another")
+        counts = Counter(p for optimizer, _ in made for group in optimizer.param_groups for p in group["params"])
+        for name, p in policy.named_parameters():
+            if counts[p] != p.requires_grad:
+                how = "put each trained parameter in exactly one"
+                raise UserError(f"OPTIMIZERS: {name} is in {counts[p]} of them: {how}")
+        if others := counts.keys() - set(policy.parameters()):
+            shape = tuple(others.pop().shape)
+            raise UserError(f"OPTIMIZERS: a parameter {shape} is not the policy's: leave it out")
+        return made
+
+    return checked
+
+
+def checked_maker(name: str, make: Callable) -> Callable:
+    """Return what makes a sampler that checks what it returns."""
+    from rollout import Engine
+
+    def checked(flags: Any, model: str, processor: Any, *others: Any) -> Any:
+        engine = make(flags, model, processor, *others)
+        if not isinstance(engine, Engine):
+            raise UserError(f"--engine {name}: it made a {type(engine).__name__}: see `Engine` in rollout.py")
+        arguments = "prompts, seeds, sampling, continuation"
+        generate = check_call(f"--engine {name}: generate", engine.generate, arguments)
+
+        def checked_generate(prompts: Sequence, seeds: Sequence, sampling: Any, *others: Any, **options: Any) -> Any:
+            groups = generate(prompts, seeds, sampling, *others, **options)
+            check_rollouts(groups, len(prompts), sampling, processor)
+            return groups
+
+        engine.generate = checked_generate  # type: ignore[method-assign]
+        return engine
+
+    return checked
+
+
+def check_rollouts(groups: Any, number: int, sampling: Any, processor: Any) -> None:
+    """Raise UserError unless `groups` are what a sampler was asked for, for a `number` of prompts."""
+    length, vocabulary = sampling.max_tokens, processor.skeleton.get_input_embeddings().weight.shape[0]
+    lists = [each if isinstance(each, list) else [each] for each in (groups if isinstance(groups, list) else [groups])]
+    faults = [[_fault(each, length, vocabulary) for each in group] for group in lists]
+    if faults != [[""] * sampling.n] * number:
+        found = next((f", a completion of {fault}" for group in faults for fault in group if fault), "")
+        asked = f"{number} groups of {sampling.n} completions, of at most {length} tokens from 0 to {vocabulary - 1}"
+        raise UserError(f"the sampler returned groups of {[*map(len, lists)]}{found}; expected {asked}, each a Rollout")
+
+
+def _fault(rollout: Any, longest: int, vocabulary: int) -> str:
+    """Return what a completion is, if it cannot be used; else ""."""
+    found = ", ".join(form(getattr(rollout, name, None)) for name in ("ids", "sampling_logp", "text"))
+    if not re.fullmatch(r"int64 (\(\d+,\)), float \1, a str", found):
+        return found
+    is_inside = len(rollout.ids) <= longest and bool(((rollout.ids >= 0) & (rollout.ids < vocabulary)).all())
+    return "" if is_inside else f"{len(rollout.ids)} tokens, {str(rollout.ids)[:60]}"
