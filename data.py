@@ -20,7 +20,7 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 import torch
@@ -47,9 +47,6 @@ from policy.base_files import reading
 from policy.families import Family, ImageLimits, ImagePreparation, ImageProcessor, find_family, load_preprocessors
 from policy.model import read_config
 
-if TYPE_CHECKING:
-    from inputs.environment import RunEnvironment
-
 
 @dataclass
 class Processor:
@@ -63,7 +60,7 @@ class Processor:
     system: str | None
     template: jinja2.Template
     chat_variables: dict[str, Any]  # variables of the chat template that --chat_template_kwargs sets, and `tools`
-    environment: RunEnvironment | None = None  # that of `--env`
+    environment: Any = None  # with `--env`, its `parts.turns.environment.RunEnvironment`
 
     @functools.cached_property
     def control_tokens(self) -> list[str]:
@@ -127,24 +124,11 @@ def processor_for(cfg: Any, task: str | None = None) -> Processor:
     """Load the processor of a command's `model` as its flags say, with their environment if they name one."""
     names = ("min_pixels", "max_pixels", "max_side", "chat_template_kwargs")
     processor = load_processor(cfg.model, task or cfg.task, cfg.template, **{x: getattr(cfg, x) for x in names})
-    return use_environment(processor, cfg.env, cfg.max_turns, cfg.max_prompt_length) if cfg.env else processor
+    if cfg.env:
+        from parts.turns import use_environment
 
-
-def use_environment(processor: Processor, name: str, max_turns: int, max_seen: int) -> Processor:
-    """Return `processor` with the environment `name`, whose tools its prompts then describe.
-
-    `max_turns`, `max_seen`: see `RunEnvironment`. Raises UserError if it cannot be used with the model.
-    """
-    from inputs.environment import find_environment
-
-    environment = find_environment(name, processor.tokenizer, max_turns, max_seen)
-    if not processor.family.turns:
-        title = processor.family.title
-        raise UserError(f"--env {name}: {title} cannot be trained on several turns yet; docs/turns.md says which can")
-    if processor.chat_variables.get("add_vision_id"):
-        problem = "--chat_template_kwargs add_vision_id does not count later pictures: leave it out"
-        raise UserError(f"--env {name}: {problem}")
-    return replace(processor, environment=environment, chat_variables=processor.chat_variables | environment.variables)
+        processor = use_environment(processor, cfg.env, cfg.max_turns, cfg.max_prompt_length)
+    return processor
 
 
 def prompt_template(task: str, path: str | None) -> tuple[str | None, jinja2.Template]:

@@ -19,7 +19,7 @@ import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -37,9 +37,6 @@ from policy.sharding import sampler_weights
 from sampling.continuation import Continuation
 from sampling.hf_engine import HFEngine, PolicyEngine
 
-if TYPE_CHECKING:
-    from sampling.episodes import Episodes
-
 
 @runtime_checkable
 class Engine(Protocol):
@@ -53,12 +50,13 @@ class Engine(Protocol):
         seeds: Sequence[int],
         sampling: Sampling,
         continuation: Continuation | None = None,
-        episodes: Episodes | None = None,
+        episodes: Any = None,
     ) -> list[list[Rollout]]:
         """Sample `sampling.n` completions of each prompt, using that prompt's seed.
 
         For partial rollouts, `continuation` has the completions so far and tells when to stop. Completions that are not
-        finished then are returned as they are. With an environment, `episodes` answers each turn of the model.
+        finished then are returned as they are. With an environment, `episodes`, a `parts.turns.episodes.Episodes`,
+        answers each turn of the model.
         """
         ...
 
@@ -186,7 +184,7 @@ class VLLMEngine:
     """vLLM inside the training process, with weights from the trainer before every step.
 
     A prompt is one request for all its completions. With partial rollouts, each completion is a request, and with an
-    environment each turn (sampling/vllm_episodes.py).
+    environment each turn (parts/turns).
 
     vLLM receives each prompt with one placeholder per image. By default, the image features come from the trainer's
     frozen vision tower. If that tower is trained, or if its features include inner layers (Qwen3-VL), vLLM receives the
@@ -258,12 +256,12 @@ class VLLMEngine:
         seeds: Sequence[int],
         sampling: Sampling,
         continuation: Continuation | None = None,
-        episodes: Episodes | None = None,
+        episodes: Any = None,
     ) -> list[list[Rollout]]:
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         before = getattr(scheduler, "preemptions", 0)  # parts/fast counts them
         if episodes:
-            rollouts = self._take_turns(prompts, seeds, sampling, episodes)
+            rollouts = episodes.environment.sample_in_vllm(episodes, self, prompts, seeds, sampling)
         else:
             rollouts = self._sample(prompts, seeds, sampling, continuation)
         if not before and (times := getattr(scheduler, "preemptions", 0)):  # once per run
@@ -297,7 +295,7 @@ class VLLMEngine:
 
         order = sorted(range(len(prompts)), key=lambda i: -prompts[i].expected_length)  # start the longest first
         prompts, seeds = [prompts[i] for i in order], [seeds[i] for i in order]
-        params = [self._params(sampling, sampling.n, seed, sampling.max_tokens) for seed in seeds]
+        params = [self.params(sampling, sampling.n, seed, sampling.max_tokens) for seed in seeds]
         # vLLM divides by the progress bar's elapsed time, so pass no bar at all instead of a disabled bar.
         show_progress = console.is_main() and sys.stderr.isatty()
         bar = functools.partial(tqdm, delay=3, leave=False) if show_progress else False
@@ -332,10 +330,10 @@ class VLLMEngine:
         except Exception:
             if not self.llm.llm_engine.has_unfinished_requests():  # it refused a prompt before sampling
                 for prompt in prompts:
-                    self._render(prompt)  # names the one at fault
+                    self.render(prompt)  # names the one at fault
             raise
 
-    def _render(self, prompt: Prompt) -> dict[str, Any]:
+    def render(self, prompt: Prompt) -> dict[str, Any]:
         """Let vLLM prepare a prompt and its images."""
         from sampling.vllm_checks import check_expansion
 
@@ -346,7 +344,7 @@ class VLLMEngine:
         check_expansion(prompt, rendered["prompt_token_ids"])
         return rendered
 
-    def _params(self, sampling: Sampling, n: int, seed: int, max_tokens: int) -> Any:
+    def params(self, sampling: Sampling, n: int, seed: int, max_tokens: int) -> Any:
         """Return vLLM's parameters of a request for `n` completions."""
         return self.sampling_params(
             n=n,
@@ -374,19 +372,18 @@ class VLLMEngine:
         """
         from sampling.vllm_loop import request_seed, run_until
 
-        if not self.pixels_checked and any(self._sends_images(prompt) for prompt in prompts):
-            self._generate(prompts, seeds, Sampling(1, 1))  # this checks the pixels
+        self.check_pixels_of(prompts, seeds)
         rollouts = [list(group) for group in continuation.started]
         indices = [(i, j) for i, group in enumerate(rollouts) for j, old in enumerate(group) if not old.finished]
 
         def requests() -> Iterator[tuple[dict, Any]]:
             for i, group in itertools.groupby(indices, lambda index: index[0]):
-                prompt = self._render(prompts[i])
+                prompt = self.render(prompts[i])
                 for _, j in group:
                     tokens = rollouts[i][j].ids.tolist()
                     seed = request_seed(seeds[i], j, len(tokens))
                     request = prompt | {"prompt_token_ids": prompt["prompt_token_ids"] + tokens}
-                    yield request, self._params(sampling, 1, seed, sampling.max_tokens - len(tokens))
+                    yield request, self.params(sampling, 1, seed, sampling.max_tokens - len(tokens))
 
         def should_stop(ended: Set[int]) -> bool:
             unfinished = {indices[k][0] for k in range(len(indices)) if k not in ended}
@@ -401,23 +398,10 @@ class VLLMEngine:
             rollouts[i][j] = Rollout(torch.tensor(ids).long(), logp, reason == "length", text, reason is not None)
         return rollouts
 
-    def _take_turns(
-        self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling, episodes: Episodes
-    ) -> list[list[Rollout]]:
-        """Sample episodes, each turn in a request of its own."""
-        from sampling.vllm_episodes import EpisodeLoop
-        from sampling.vllm_loop import request_seed
-
-        if not self.pixels_checked and any(map(self._sends_images, prompts)):
-            self._generate(prompts, seeds, Sampling(1, 1))  # this checks the pixels
-        begun = [[episodes.begin(i, prompt) for _ in range(sampling.n)] for i, prompt in enumerate(prompts)]
-
-        def params(i: int, j: int) -> Any:
-            sampled = len(begun[i][j].logp)
-            return self._params(sampling, 1, request_seed(seeds[i], j, sampled), sampling.max_tokens - sampled)
-
-        EpisodeLoop(self.llm, begun, self._render, params, sampling.max_tokens, episodes.add_features).run()
-        return [[episode.rollout for episode in group] for group in begun]
+    def check_pixels_of(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None:
+        """Let vLLM see the images of `prompts` once, if it has seen none, so that their pixels are checked."""
+        if not self.pixels_checked and any(self._sends_images(prompt) for prompt in prompts):
+            self._generate(prompts, seeds, Sampling(1, 1))
 
     def _request(self, prompt: Prompt) -> dict[str, Any]:
         """Return a prompt as vLLM expects it, with the trainer's image features if vLLM accepts them, else with images.

@@ -183,7 +183,7 @@ class Rollout:
     truncated: bool = False
     """Whether the completion reached the length limit before a stop token or, with turns, a limit before its answer."""
     text: str = ""  # `Prompt.opening` and the decoded tokens, without the stop token; with turns, of the last turn
-    finished: bool = True  # False: a later step continues it (training/partial_rollouts.py)
+    finished: bool = True  # False: a later step continues it (parts/partial.py)
     tokens_by_step: dict[int, int] = field(default_factory=dict)
     """With partial rollouts, the number of tokens that were sampled in each step, in order."""
     num_stale: int = 0  # with partial rollouts, the number of leading tokens that policies of earlier steps sampled

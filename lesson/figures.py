@@ -23,12 +23,12 @@ from common import plugins
 from common.environments import tool_call
 from common.figures import save_figure
 from common.records import Completion, Group, Rollout, Sample, Sampling
-from data import Processor, encode_prompts, load_processor, load_samples, use_environment
+from data import Processor, encode_prompts, load_processor, load_samples
 from lesson import grpo_in_one_file as one
 from lesson.check import attention_of
 from packing import PackedBatch, pack
+from parts.turns import use_environment
 from rewards import vqa_reward
-from sampling.episodes import generate_options
 from sampling.hf_engine import HFEngine
 
 FOLDER = pathlib.Path(__file__).parent
@@ -182,8 +182,8 @@ def greedy(model: str, samples: list[Sample], processor: Processor) -> list[Roll
     """Return the greedy completion of the model in the folder `model` for each sample."""
     policy = one.transformers.AutoModelForImageTextToText.from_pretrained(model).eval()
     prompts = encode_prompts(samples, processor)
-    engine, episodes = HFEngine(policy, processor.tokenizer), generate_options(samples, processor)
-    rollouts = engine.generate(prompts, [0] * len(samples), Sampling(1, 64, 0.0), **episodes)
+    engine, episodes = HFEngine(policy, processor.tokenizer), processor.environment.episodes(samples, processor)
+    rollouts = engine.generate(prompts, [0] * len(samples), Sampling(1, 64, 0.0), episodes=episodes)
     return [rollout for (rollout,) in rollouts]
 
 

@@ -25,16 +25,16 @@ from torch.optim.lr_scheduler import LambdaLR
 from common import cli, console, plugins
 from common.errors import UserError, check_call, require
 
-# module, table, class of its entries in the same module ("": functions), what a user writes to choose one
+# module, table, class of its entries in the same module ("": functions), the flag that chooses one ("": all are used)
 TABLES = (
-    ("rewards", "TASKS", "Task", "--task {}"),
-    ("grpo", "LOSSES", "Loss", "--loss_type {}"),
-    ("grpo", "ADVANTAGES", "", "--advantage {}"),
-    ("rollout", "ENGINES", "EngineEntry", "--engine {}"),
-    ("common.environments", "ENVIRONMENTS", "Environment", "--env {}"),
-    ("training.prompt_stream", "ORDERS", "", "ORDERS[{!r}]"),
-    ("policy.optimizer", "OPTIMIZERS", "", "OPTIMIZERS[{!r}]"),
-    ("policy.sharding", "AFTER_UPDATE", "", "AFTER_UPDATE[{!r}]"),
+    ("rewards", "TASKS", "Task", "task"),
+    ("grpo", "LOSSES", "Loss", "loss_type"),
+    ("grpo", "ADVANTAGES", "", "advantage"),
+    ("rollout", "ENGINES", "EngineEntry", "engine"),
+    ("common.environments", "ENVIRONMENTS", "Environment", "env"),
+    ("training.prompt_stream", "ORDERS", "", ""),
+    ("policy.optimizer", "OPTIMIZERS", "", ""),
+    ("policy.sharding", "AFTER_UPDATE", "", ""),
 )
 # in config.json
 TAKEN = ("help", "total_steps", "world_size", "command", "git_commit", "plugin_sha256", "plugin_flags")
@@ -130,7 +130,8 @@ def check_entries(cfg: Any) -> None:
     """Raise UserError for entries that cannot be used, and let those that `cfg` uses check what they return."""
     for module, name, kind, flag in TABLES:
         if home := sys.modules.get(module):
-            _check_table(getattr(home, name), getattr(home, kind) if kind else Callable, flag, name)
+            chosen = getattr(cfg, flag, None) if flag else None
+            _check_table(getattr(home, name), name, getattr(home, kind) if kind else Callable, flag, chosen)
     if hasattr(cfg, "loss_type"):
         _check_algorithm(cfg)
     if rollout := sys.modules.get("rollout"):
@@ -138,12 +139,12 @@ def check_entries(cfg: Any) -> None:
             rollout.ENGINES[name] = replace(entry, make=checked_maker(name, entry.make))
 
 
-def _check_table(table: Any, kind: Any, flag: str, name: str) -> None:
+def _check_table(table: Any, name: str, kind: Any, flag: str, chosen: str | None) -> None:
     if not isinstance(table, dict):
         raise UserError(f"{name} has become a {type(table).__name__}: add entries to it, and keep it")
     for key, entry in table.items():
-        if not isinstance(entry, kind):
-            where = flag.format(key)
+        if (not flag or key == chosen) and not isinstance(entry, kind):
+            where = f"--{flag} {key}" if flag else f"{name}[{key!r}]"
             raise UserError(f"{where}: its entry is a {type(entry).__name__}; expected {kind.__name__}")
     if name in ("ORDERS", "OPTIMIZERS") and "default" not in table:
         raise UserError(f"{name}['default'] is missing: replace the entry, and do not delete it")
@@ -151,11 +152,11 @@ def _check_table(table: Any, kind: Any, flag: str, name: str) -> None:
 
 def _check_algorithm(cfg: Any) -> None:
     """Check what a training run with the flags `cfg` uses, and let it check what it returns."""
-    import grpo
     from policy.optimizer import OPTIMIZERS
     from policy.sharding import AFTER_UPDATE
     from training.prompt_stream import ORDERS
 
+    grpo = sys.modules["grpo"]
     loss, advantage = grpo.LOSSES.get(cfg.loss_type), grpo.ADVANTAGES.get(getattr(cfg, "advantage", ""))
     if loss and loss.objective.__module__ != "grpo":
         where = f"--loss_type {cfg.loss_type}"

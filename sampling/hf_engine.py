@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import transformers
@@ -26,10 +26,6 @@ from policy.lora import without_dropout
 from policy.model import Policy, stop_tokens
 from policy.sharding import sampler_weights, unsharded
 from sampling.continuation import NOT_STARTED, PAUSE_EVERY, Continuation, which_are_complete
-
-if TYPE_CHECKING:
-    from sampling.episodes import Episodes
-    from sampling.feed import Feed
 
 Tokenizer: TypeAlias = transformers.PreTrainedTokenizerBase
 
@@ -65,7 +61,7 @@ class HFEngine:
         seeds: Sequence[int],
         sampling: Sampling,
         continuation: Continuation | None = None,
-        episodes: "Episodes | None" = None,
+        episodes: Any = None,
     ) -> list[list[Rollout]]:
         started = continuation.started if continuation else [[NOT_STARTED] * sampling.n] * len(prompts)
         should_stop = continuation.should_stop if continuation else None
@@ -110,7 +106,7 @@ class HFEngine:
         rollouts: list[list[Rollout]],
         batch: range,
         should_stop: Callable[[list[bool]], bool] | None,
-        episodes: "Episodes | None",
+        episodes: Any,
     ) -> bool:
         """Replace the `rollouts` of the prompts in `batch` by longer ones. Return whether `should_stop` stopped it."""
         parts = list(_prefixes(rollouts, batch))
@@ -131,10 +127,8 @@ class HFEngine:
         prefixes = [(prompts[i], tokens, len(members)) for i, members, tokens in parts]
         begun, feed = [], None
         if episodes:
-            from sampling.feed import Feed
-
             begun = [episodes.begin(i, prompts[i]) for i, _ in indices]
-            feed = Feed(begun, functools.partial(image_features, self.model))
+            feed = episodes.environment.feed(begun, functools.partial(image_features, self.model))
         ids, logps, new, stopped, paused = self._decode(
             prefixes, uniforms, limits, sampling, pause if should_stop else None, feed
         )
@@ -158,7 +152,7 @@ class HFEngine:
         limits: Tensor,
         sampling: Sampling,
         pause: Callable[[Tensor], bool] | None,
-        feed: "Feed | None",
+        feed: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
         """Sample until every sequence has a stop token or `limits` (B,) tokens, or until `pause` returns True.
 

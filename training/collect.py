@@ -1,7 +1,7 @@
 """Collect what a step trains on: draw prompts, sample completions, score them, and draw again for dynamic sampling.
 
 `Collector` owns the stream of prompts, the sampler, the rewards, and how far the stream has been read. With partial
-rollouts, a run has a `PartialCollector` instead (partial_rollouts.py).
+rollouts, a run has a `PartialCollector` instead (parts/partial.py).
 """
 
 import functools
@@ -169,10 +169,9 @@ class Collector:
         seeds = [prompt_seed(self.cfg.seed, each.position) for each in drawn]
         sampling = Sampling(self.cfg.num_generations, self.cfg.max_completion_length, self.cfg.temperature)
         episodes: dict[str, Any] = {}
-        if self.stream.processor.environment:
-            from sampling.episodes import Episodes
-
-            episodes["episodes"] = Episodes(self.stream.rows(drawn), self.stream.processor, self.add_features)
+        if environment := self.stream.processor.environment:
+            rows = self.stream.rows(drawn)
+            episodes["episodes"] = environment.episodes(rows, self.stream.processor, self.add_features)
         return self.engine.generate(prompts, seeds, sampling, continuation, **episodes)
 
     def _gather(self, groups: list[ScoredGroup], rows: list[int]) -> list[list[Rewards]]:
@@ -209,8 +208,6 @@ class Collector:
     def metrics(self, step: int) -> dict[str, float]:
         """Return the metrics of what was collected after `step` steps."""
         metrics = sampling_metrics(self.rollouts, self.rewards, self.clock, self.scorer.format)
-        if self.cfg.env:
-            from training.turns import turn_metrics
-
-            metrics |= turn_metrics(self.rollouts)
+        if environment := self.stream.processor.environment:
+            metrics |= environment.metrics(self.rollouts)
         return metrics

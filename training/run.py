@@ -3,7 +3,6 @@
 Start reading at `start`. grpo.py trains what it returns.
 """
 
-import json
 import os
 import pathlib
 import random
@@ -34,9 +33,6 @@ from training.run_folder import WRITTEN, ResumePlan, RunFolder
 from training.run_log import RunLog, check_output_folder
 from training.updates import Updater
 
-# flags on which the text and the images of a prompt depend
-PROMPT_FORMAT = ("template", "min_pixels", "max_pixels", "max_side", "chat_template_kwargs")
-
 
 def start(
     cfg: Config,
@@ -66,6 +62,7 @@ def start(
     choose_learning_rate(cfg, resume)
     stream, eval_samples, scorer, limits = (read or check_inputs)(cfg)
     state = check_state(cfg, stream, resume) if resume.checkpoint else {}
+    make = make or collector_of(cfg, state)
     policy, reference, teacher, engine, tokens = load_models(cfg, stream.processor, limits, device)
     if device.type == "cuda" and "OMP_NUM_THREADS" not in os.environ:
         # As under torchrun. With a thread for each core, packing a micro-batch took 67 ms on a busy host (docs/log.md).
@@ -73,12 +70,14 @@ def start(
         torch.set_num_threads(1)
     clock = Clock()
     interrupted: list[int] = []  # shared by the owners, as the clock is
-    collector = (make or collector_of(cfg, state))(cfg, stream, engine, scorer, clock, interrupted)
+    collector = make(cfg, stream, engine, scorer, clock, interrupted)
     optimizers = OPTIMIZERS["default"](policy, cfg, collector.total_steps * cfg.updates_per_step)
     torch.manual_seed(cfg.seed + distributed.rank())  # for dropout; a checkpoint restores its own random state
     resumed_step = state["step"] if resume.continues_output else None
     saver = checkpoint.Saver(folder, resumed_step)
     updater = Updater(cfg, policy, reference, optimizers, tokens, clock, interrupted, saver.wait_until_read)
+    if environment := stream.processor.environment:
+        updater.difference_by_turn = environment.difference_by_turn
     loop = Loop(saver, eval_samples, interrupted, evaluate)
     run = Run(cfg, policy, reference, teacher, collector, updater, loop)
     if resume.checkpoint:
@@ -96,8 +95,9 @@ def collector_of(cfg: Config, state: dict[str, Any]) -> type[Collector]:
     """Return the class of the run's collector; `state`: that of the checkpoint, which may have prompts in flight."""
     if cfg.oversample == 1 and "in_flight" not in state.get("collector", {}):
         return Collector
-    from training.partial_rollouts import PartialCollector
+    from parts.partial import PartialCollector, check_in_flight
 
+    check_in_flight(cfg, state)
     return PartialCollector
 
 
@@ -176,39 +176,15 @@ def hold_out(samples: list[Sample], fraction: float, seed: int) -> tuple[list[Sa
 def check_state(cfg: Config, stream: PromptStream, resume: ResumePlan) -> dict[str, Any]:
     """Return the state of the checkpoint to resume from, but for its tensors and random states.
 
-    Raises UserError if the run, or its prompts in flight, cannot continue with the flags `cfg`.
+    Raises UserError if the run cannot continue with the flags `cfg`.
     """
     folder = resume.checkpoint
     with checkpoint.reading(folder):
         state = checkpoint.read_progress(folder)
         checkpoint.check_settings(folder, state["config"], asdict(cfg) | stream.fingerprint)
         if (path := folder / checkpoint.IN_FLIGHT).is_file():
-            state["collector"]["in_flight"] = in_flight = torch.load(path, weights_only=True)
-            from training.partial_rollouts import check_lengths
-
-            check_lengths(in_flight, cfg.max_completion_length)
-            check_in_flight(cfg, state["config"])
+            state["collector"]["in_flight"] = torch.load(path, weights_only=True)
     return state
-
-
-def check_in_flight(cfg: Config, saved: dict[str, Any]) -> None:
-    """Raise UserError if prompts in flight cannot go on with `cfg`; `saved`: the settings with which they began."""
-    need = "--resume: the checkpoint's prompts in flight need"
-    then = "until a run with --oversample 1 has trained on them"
-    try:
-        cfg.check_stale_tokens(need)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    if cfg.max_staleness < saved["max_staleness"]:
-        raise UserError(f"{need} --max_staleness {saved['max_staleness']} or more, {then}")
-    if cfg.tensor_parallel > 1:
-        raise UserError(f"{need} --tensor_parallel 1, {then}")
-    if cfg.env:
-        raise UserError(f"{need} no --env, {then}")
-    new = json.loads(json.dumps(asdict(cfg)))  # lists where there are tuples, as in what was saved
-    for name in PROMPT_FORMAT:
-        if not checkpoint.is_same_setting(saved[name], new[name]):
-            raise UserError(f"{need} --{name} as it was ({saved[name] or 'left out'}), {then}")
 
 
 def load_models(

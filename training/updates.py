@@ -62,6 +62,7 @@ class Updater:
         self.problems: list[str] = []  # why updates of the current step were skipped
         self.norms: list[float] = []  # gradient norms of the last 50 effective updates
         self.by_turn: dict[str, float] = {}  # metrics of the turns of the current step
+        self.difference_by_turn: Any = None  # that of `parts.turns.environment.RunEnvironment`, which returns them
         self.fast = extra("fast") if next(policy.parameters()).is_cuda else None
         self.mfu = self.fast.Mfu(policy) if self.fast else None
 
@@ -133,9 +134,7 @@ class Updater:
             )
             stats = distributed.reduce_stats(sums)
         if self.cfg.env and not self.updates:
-            from training.turns import difference_by_turn
-
-            self.by_turn = difference_by_turn(groups, logps, self.cfg.max_turns)
+            self.by_turn = self.difference_by_turn(groups, logps)
         if self.updates and self.cfg.old_logp == "sampler":  # in later updates, the policy is no longer the sampler's
             stats |= {name: torch.zeros(()) for name in guards.DIFFERENCES}
         grad_norm = distributed.full_tensor(clip_grad_norm_(self.policy.parameters(), self.cfg.max_grad_norm))

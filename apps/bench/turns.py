@@ -24,9 +24,9 @@ import speed
 import grpo
 from common import cli, console, plugins
 from data import load_split, processor_for
+from parts.turns.episodes import Episode
+from parts.turns.feed import Feed
 from rollout import Engine
-from sampling.episodes import Episode
-from sampling.feed import Feed
 from training.prompt_stream import PromptStream
 from training.run import Run
 
@@ -73,8 +73,8 @@ def force_turns(engine: Engine, tokens: int) -> None:
         return take(self, token, logp, running, stopped | (running & is_full), room)
 
     Episode.step, Feed.take = full_step, full_take  # type: ignore[method-assign]
-    if params := getattr(engine, "_params", None):  # vLLM's, of a request for one turn
-        engine._params = lambda sampling, n, seed, limit: params(sampling, n, seed, min(limit, tokens))
+    if params := getattr(engine, "params", None):  # vLLM's, of a request for one turn
+        engine.params = lambda sampling, n, seed, limit: params(sampling, n, seed, min(limit, tokens))
 
 
 def measure(run: Run, data: str, cfg: Config, name: str) -> dict[str, float]:

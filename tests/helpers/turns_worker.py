@@ -23,12 +23,13 @@ from common import distributed, plugins
 from common.errors import UserError
 from common.records import Completion, Group, RequestLimits, Rollout, Sample, Sampling
 from config import EngineFlags, PolicyFlags
-from data import encode_prompts, load_processor, max_images, use_environment
+from data import encode_prompts, load_processor, max_images
+from parts.turns import use_environment
+from parts.turns.episodes import Episode, Episodes
 from policy.batches import completion_logprobs
 from policy.model import load_policy
 from policy.sharding import apply_fsdp
 from rollout import make_engine
-from sampling.episodes import Episode, Episodes
 from sampling.vllm_checks import record_tower_inputs
 from tests.helpers.rows import make_sample
 

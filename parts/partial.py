@@ -20,8 +20,9 @@ checkpoint.
 """
 
 import functools
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -29,11 +30,15 @@ import torch
 from common import distributed
 from common.errors import UserError
 from common.records import Prompt, Rollout
+from config import Config
 from sampling.continuation import NOT_STARTED, Continuation
+from training import checkpoint
 from training.collect import Collector
 from training.prompt_stream import DrawnPrompt
 
 T = TypeVar("T")
+# flags on which the text and the images of a prompt depend
+PROMPT_FORMAT = ("template", "min_pixels", "max_pixels", "max_side", "chat_template_kwargs")
 
 
 class PartialCollector(Collector):
@@ -92,6 +97,30 @@ class PartialCollector(Collector):
     def metrics(self, step: int) -> dict[str, float]:
         ages = partial_metrics(self.rollouts, self.in_flight, step, self.cfg.max_staleness)
         return super().metrics(step) | ages
+
+
+def check_in_flight(cfg: Config, state: dict[str, Any]) -> None:
+    """Raise UserError if the prompts in flight of a checkpoint's `state`, if there are any, cannot go on with `cfg`."""
+    if "in_flight" not in state.get("collector", {}):
+        return
+    check_lengths(state["collector"]["in_flight"], cfg.max_completion_length)
+    saved = state["config"]  # with which they began
+    need = "--resume: the checkpoint's prompts in flight need"
+    then = "until a run with --oversample 1 has trained on them"
+    try:
+        cfg.check_stale_tokens(need)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if cfg.max_staleness < saved["max_staleness"]:
+        raise UserError(f"{need} --max_staleness {saved['max_staleness']} or more, {then}")
+    if cfg.tensor_parallel > 1:
+        raise UserError(f"{need} --tensor_parallel 1, {then}")
+    if cfg.env:
+        raise UserError(f"{need} no --env, {then}")
+    new = json.loads(json.dumps(asdict(cfg)))  # lists where there are tuples, as in what was saved
+    for name in PROMPT_FORMAT:
+        if not checkpoint.is_same_setting(saved[name], new[name]):
+            raise UserError(f"{need} --{name} as it was ({saved[name] or 'left out'}), {then}")
 
 
 def check_lengths(in_flight: list[dict[str, Any]], max_length: int) -> None:

@@ -22,13 +22,13 @@ from common.records import TAG, Prompt, Rollout, Sample, Trajectory, Turn
 from data import Processor, digest_of, expand_images, prompt_position_ids
 from grading.calls import ROOT, killable_workers
 from inputs import images as image_files
-from inputs.environment import MAX_IMAGES
 from inputs.images import fit_image, read_source
-from sampling.replies import encode_reply, reply_role
+from parts.turns.replies import encode_reply, reply_role
 
+MAX_IMAGES = 8  # in an answer
 THREADS = 16  # episodes that ask their environment at the same time
 MAX_REPORTS = 10  # different reasons why calls have failed that a process prints
-TAKE_TURN = f"{ROOT}/sampling/environment_worker.py:take_turn"
+TAKE_TURN = f"{ROOT}/parts/turns/worker.py:take_turn"
 
 
 class Episodes:
@@ -74,13 +74,6 @@ def _workers(function: str) -> Any:
     """Return the workers that call an environment's `function`, file.py:function."""
     processes = max(2, min(8, (os.cpu_count() or 1) // distributed.local_world_size()))
     return killable_workers(processes, [function, TAKE_TURN])
-
-
-def generate_options(
-    samples: Sequence[Sample], processor: Processor, add_features: Callable[[list[Prompt]], None] | None = None
-) -> dict[str, Any]:
-    """Return the arguments that `Engine.generate` needs for an environment, for prompts of `samples`; else nothing."""
-    return {"episodes": Episodes(samples, processor, add_features)} if processor.environment else {}
 
 
 class Episode:

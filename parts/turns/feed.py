@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from packing import vision_inputs
-from sampling.episodes import THREADS, Episode
+from parts.turns.episodes import THREADS, Episode
 
 
 class Fed(NamedTuple):

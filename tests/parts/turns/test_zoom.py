@@ -13,8 +13,9 @@ import torch
 
 from common.files import read_jsonl
 from common.records import Prompt, Trajectory
-from data import encode_prompt, encode_response, load_processor, load_samples, use_environment
-from sampling.episodes import Episodes
+from data import encode_prompt, encode_response, load_processor, load_samples
+from parts.turns import use_environment
+from parts.turns.episodes import Episodes
 from tests.helpers.scripts import ROOT, run_script
 
 pytest.importorskip("apps", reason="needs apps/, which is not here")

@@ -15,13 +15,30 @@ from typing import Any
 import torch
 
 from common.errors import UserError
-from common.records import Prompt
+from common.records import Prompt, Rollout, Sampling
+from parts.turns.episodes import THREADS, Episode, Episodes
+from rollout import VLLMEngine
 from sampling.continuation import PAUSE_EVERY
-from sampling.episodes import THREADS, Episode
 from sampling.vllm_checks import check_expansion
+from sampling.vllm_loop import request_seed
 
 GATHER = 0.2  # seconds in which turns that become ready begin together, if vLLM has nothing to do
 Index = tuple[int, int]  # of a prompt, and of an episode in its group
+
+
+def sample_episodes(
+    episodes: Episodes, engine: VLLMEngine, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
+) -> list[list[Rollout]]:
+    """Sample `sampling.n` episodes of each prompt."""
+    engine.check_pixels_of(prompts, seeds)
+    begun = [[episodes.begin(i, prompt) for _ in range(sampling.n)] for i, prompt in enumerate(prompts)]
+
+    def params(i: int, j: int) -> Any:
+        sampled = len(begun[i][j].logp)
+        return engine.params(sampling, 1, request_seed(seeds[i], j, sampled), sampling.max_tokens - sampled)
+
+    EpisodeLoop(engine.llm, begun, engine.render, params, sampling.max_tokens, episodes.add_features).run()
+    return [[episode.rollout for episode in group] for group in begun]
 
 
 class EpisodeLoop:

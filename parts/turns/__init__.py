@@ -1,0 +1,10 @@
+"""Episodes of several turns (`--env`, docs/turns.md): the model samples a turn, an environment answers it, and so on.
+
+Imports everything up to `training`. `data.processor_for` asks for it. Start reading at `environment.py`, whose
+`RunEnvironment` a run then calls; `episodes.py` has the episodes, `replies.py` what they see as tokens, `worker.py`
+what runs in the workers, and `metrics.py` what is measured. `feed.py` and `vllm_episodes.py` run them in the samplers.
+"""
+
+from parts.turns.environment import use_environment
+
+__all__ = ["use_environment"]
