@@ -16,12 +16,18 @@ from common.errors import UserError, find_entry, require
 from data import prompt_template
 from grpo import resolve_loss
 from policy.base_files import reading
-from policy.memory import GIB, METHODS, GPUs, plan
+from policy.memory import CUDA_GIB, GIB, MAX_MICRO_BATCH_TOKENS, GPUs, Plan, plan
 from policy.model import empty_policy, read_config
 from rewards import get_task
 from rollout import ENGINES, EngineEntry
 
 MODELS = {size.lower(): f"Qwen/Qwen2.5-VL-{size}-Instruct" for size in ("3B", "7B", "32B")}
+METHODS: dict[str, dict[str, Any]] = {  # ways to train, and their flags
+    "full": {},
+    "full, moments in host memory": {"offload_optimizer": True},
+    "LoRA": {"lora_rank": 64},
+    "LoRA, 4-bit": {"lora_rank": 64, "load_in_4bit": True},
+}
 OWN = ("gpus", "memory")  # flags that grpo.py does not have
 GIB_PER_GB = 0.99  # an H100 of 80 GB has 79.2 GiB, an H200 of 141 GB 139.8
 
@@ -62,12 +68,45 @@ def plans(cfg: Config) -> list[tuple[str, Config, dict]]:
             policy = empty_policy(shape, changed)
             for n in (cfg.tensor_parallel, *shared):
                 changed = replace(cfg, **flags, tensor_parallel=n)
-                planned = plan(policy, changed, gpus)
-                estimate = replace(planned, has_room=planned.has_room and sampler_of(cfg).needs_copy).estimate()
-                if not estimate["problem"]:
+                row = estimate(plan(policy, changed, gpus), sampler_of(cfg).needs_copy)
+                if not row["problem"]:
                     break
-        found.append((method, changed, estimate))
+        found.append((method, changed, row))
     return sorted(found, key=lambda each: (bool(each[2]["problem"]), not each[2]["sampler"]))
+
+
+def estimate(planned: Plan, needs_copy: bool) -> dict[str, Any]:
+    """Return why the run does not fit, the size of its micro-batches, and GiB by part.
+
+    `needs_copy`: whether the sampler takes a copy of the weights where there is room. "peak" is the most that is used
+    at a time. If micro-batches fill the memory, it is nearly all of it.
+    """
+    cfg, gpus, has_copy = planned.cfg, planned.gpus, needs_copy and planned.has_room
+    sampler = planned.sampler if has_copy else 0.0
+    in_use = CUDA_GIB * GIB + gpus.used_by_others
+    awake = planned.stays_awake(gpus.size - in_use - sampler)
+    held = in_use + planned.weights + planned.reference + (sampler if awake else 0.0)
+    left = planned.left(min(cfg.gpu_memory * GIB or gpus.size, gpus.size), held)
+    layers = planned.num_checkpointed(left)
+    most = int(planned.max_tokens(layers, left))
+    tokens = cfg.micro_batch_tokens or max(0, min(most, MAX_MICRO_BATCH_TOKENS))
+    try:
+        planned.check(needs_copy=has_copy)
+        planned.check_longest(layers, most)
+        problem = "" if tokens <= most else f"--micro_batch_tokens {tokens}: there is room for {max(0, most)}"
+    except UserError as error:
+        problem = str(error)
+    activations = tokens * planned.token_bytes[layers] + planned.expert_bytes[layers]
+    whole = planned.unsharded if left - activations >= planned.unsharded else 0.0  # see `choose_micro_batch_size`
+    update = held + planned.moments + planned.gradients + planned.logits + planned.gathered + activations + whole
+    parts = {name: getattr(planned, name) for name in ("weights", "reference", "moments", "gradients")} | {
+        "activations": activations,
+        "logits and gathered layers": planned.logits + planned.gathered + whole,
+        "sampler": sampler,
+        "peak": max(update, in_use + planned.resting + sampler),
+    }
+    sizes = {name: round(size / GIB, 1) for name, size in parts.items()}
+    return {"problem": problem, "micro-batch tokens": tokens} | sizes
 
 
 def command(cfg: Config) -> str:

@@ -1,14 +1,14 @@
 """GPU memory: plan what a run takes, with the GPUs or without; size its micro-batches; handle overflows.
 
-    plan(empty_policy(load_config(cfg.model), cfg), cfg, GPUs(80 * GIB, number=4)).estimate()
+    plan(empty_policy(load_config(cfg.model), cfg), cfg, GPUs(80 * GIB, number=4)).check(needs_copy=True)
 
 The activation sizes per layer were measured on one H200, in bfloat16, with layers fused by torch.compile.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import transformers
@@ -45,12 +45,6 @@ VLLM_BYTES = 5 * GIB  # enough for what vLLM holds besides weights and KV cache:
 VLLM_MEMORY = 0.25  # least fraction of the GPU's memory that vLLM gets by default
 VLLM_SHARE = 0.7  # largest part of what the resting trainer leaves free that vLLM gets by default
 OOM_RETRIES = 3
-METHODS: dict[str, dict[str, Any]] = {  # ways to train, and their flags
-    "full": {},
-    "full, moments in host memory": {"offload_optimizer": True},
-    "LoRA": {"lora_rank": 64},
-    "LoRA, 4-bit": {"lora_rank": 64, "load_in_4bit": True},
-}
 OOM_ACTIVATION_HINT = "--activation_checkpointing full, a smaller --micro_batch_tokens"
 
 
@@ -103,7 +97,6 @@ class Plan:
     cfg: Config
     gpus: GPUs
     sharding: str  # "none", "hybrid" or "full"
-    shards: int = 1  # GPUs that share one copy of the weights
     weights: float = 0.0  # master weights, and what is frozen
     reference: float = 0.0  # a separate reference model, and a teacher
     moments: float = 0.0  # AdamW's; like the reference, 0 if they are in host memory
@@ -115,8 +108,11 @@ class Plan:
     token_bytes: tuple[float, ...] = ()  # activations of a packed token, by the number of checkpointed decoder layers
     expert_bytes: tuple[int, ...] = ()  # copies of adapted experts, by the same number
     cache: float = 0.0  # a KV cache in which all completions that an engine samples at once reach their maximum length
-    has_room: bool = True  # whether a sampler's copy of the weights fits beside the resting trainer
-    vllm_memory: float = VLLM_MEMORY  # vLLM's fraction of the GPU's memory, or of `--gpu_memory`
+
+    @property
+    def shards(self) -> int:
+        """Number of GPUs that share one copy of the weights."""
+        return num_shards(self.sharding, self.gpus)
 
     @property
     def resting(self) -> float:
@@ -127,6 +123,34 @@ class Plan:
     def sampler_weights(self) -> float:
         """The sampler's copy of the weights."""
         return self.copy / self.cfg.tensor_parallel
+
+    @property
+    def free_beside_trainer(self) -> float:
+        """What the resting trainer and other programs leave free.
+
+        With `gpu_memory`, the gradients need their room, too: PyTorch counts vLLM's memory towards that limit even
+        while vLLM sleeps.
+        """
+        taken = self.gradients if self.cfg.gpu_memory else self.gpus.used_by_others
+        return self.gpus.usable(self.cfg.gpu_memory) - self.resting - taken
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a sampler's copy of the weights fits there; always with several processes, which all need one."""
+        return self.gpus.number > 1 or self.sampler_weights + SAMPLER_BYTES <= self.free_beside_trainer
+
+    @property
+    def vllm_memory(self) -> float:
+        """vLLM's fraction of the GPU's memory, or of `gpu_memory`: `cfg.vllm_memory`, or more if its weights need more.
+
+        By default, it is `VLLM_MEMORY`, or more if the completions of a step need more, as far as that is free.
+        """
+        total, fraction = self.gpus.usable(self.cfg.gpu_memory), self.cfg.vllm_memory or VLLM_MEMORY
+        fraction = max(fraction, min(0.9, (self.sampler_weights + SAMPLER_BYTES) / total))
+        if not self.cfg.vllm_memory and not self.cfg.gpu_memory:
+            enough = self.sampler_weights + VLLM_BYTES + self.cache
+            fraction = max(fraction, min(enough, VLLM_SHARE * self.free_beside_trainer) / total)
+        return fraction
 
     @property
     def sampler(self) -> float:
@@ -203,37 +227,6 @@ class Plan:
             f"--max_completion_length), {OOM_ACTIVATION_HINT}"
         )
 
-    def estimate(self) -> dict[str, Any]:
-        """Return, without any GPU, why the run does not fit, the size of its micro-batches, and GiB by part.
-
-        "peak" is the most that is used at a time. If micro-batches fill the memory, it is nearly all of it.
-        """
-        cfg, gpus, sampler = self.cfg, self.gpus, self.sampler if self.has_room else 0.0
-        in_use = CUDA_GIB * GIB + gpus.used_by_others
-        awake = self.stays_awake(gpus.size - in_use - sampler)
-        held = in_use + self.weights + self.reference + (sampler if awake else 0.0)
-        left = self.left(min(cfg.gpu_memory * GIB or gpus.size, gpus.size), held)
-        layers = self.num_checkpointed(left)
-        most = int(self.max_tokens(layers, left))
-        tokens = cfg.micro_batch_tokens or max(0, min(most, MAX_MICRO_BATCH_TOKENS))
-        try:
-            self.check(needs_copy=self.has_room)
-            self.check_longest(layers, most)
-            problem = "" if tokens <= most else f"--micro_batch_tokens {tokens}: there is room for {max(0, most)}"
-        except UserError as error:
-            problem = str(error)
-        activations = tokens * self.token_bytes[layers] + self.expert_bytes[layers]
-        whole = self.unsharded if left - activations >= self.unsharded else 0.0  # see `choose_micro_batch_size`
-        update = held + self.moments + self.gradients + self.logits + self.gathered + activations + whole
-        parts = {name: getattr(self, name) for name in ("weights", "reference", "moments", "gradients")} | {
-            "activations": activations,
-            "logits and gathered layers": self.logits + self.gathered + whole,
-            "sampler": sampler,
-            "peak": max(update, in_use + self.resting + sampler),
-        }
-        sizes = {name: round(size / GIB, 1) for name, size in parts.items()}
-        return {"problem": problem, "micro-batch tokens": tokens} | sizes
-
     def _memory_saving_flags(self) -> list[str]:
         """Return the flags that would make the training state smaller and are not already in use."""
         cfg, separate_reference = self.cfg, self.cfg.beta and not self.cfg.has_adapter
@@ -256,8 +249,8 @@ def plan(policy: Policy, cfg: Config, gpus: GPUs) -> Plan:
     decoder, head = language_model(policy.model), policy.model.lm_head.weight
     if not gpus.on_gpu:
         choices = len(decoder.layers) + 1  # of how many layers are checkpointed
-        sharding, share = _choose_sharding(cfg, gpus, 0.0), cfg.vllm_memory or VLLM_MEMORY
-        return Plan(cfg, gpus, sharding, token_bytes=(1.0,) * choices, expert_bytes=(0,) * choices, vllm_memory=share)
+        sharding = _choose_sharding(cfg, gpus, 0.0)
+        return Plan(cfg, gpus, sharding, token_bytes=(1.0,) * choices, expert_bytes=(0,) * choices)
     size, parameters = compute_dtype(cfg.dtype, gpus.device).itemsize, list(policy.parameters())
     tower, quantised = set(vision_parameters(policy.model)), is_quantised(policy)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
@@ -276,16 +269,15 @@ def plan(policy: Policy, cfg: Config, gpus: GPUs) -> Plan:
         reference += size * num_weights(teacher) - replicated
     moments, gradients = (0 if cfg.offload_optimizer else MOMENTS_BYTES) * trained, FLOAT32_BYTES * trained
     sharding = _choose_sharding(cfg, gpus, whole_bytes + sharded + reference + moments + gradients)
-    shards = {"none": 1, "hybrid": min(gpus.per_machine, gpus.number), "full": gpus.number}[sharding]
+    shards = num_shards(sharding, gpus)
     gathered = 2 * (size + FLOAT32_BYTES) * sum(p.numel() for p in decoder.layers[0].parameters())
     gathered += size * sum(p.numel() for p in {*decoder.embed_tokens.parameters(), *policy.model.lm_head.parameters()})
     gathered = size * trained if quantised else gathered  # beside 4-bit weights, the whole adapter
     dtype, counts = compute_dtype(cfg.dtype, gpus.device), range(len(decoder.layers) + 1)
-    sizes = Plan(
+    return Plan(
         cfg=cfg,
         gpus=gpus,
         sharding=sharding,
-        shards=shards,
         weights=whole_bytes + sharded / shards,
         reference=reference / shards,
         moments=moments / shards,
@@ -298,7 +290,11 @@ def plan(policy: Policy, cfg: Config, gpus: GPUs) -> Plan:
         expert_bytes=tuple(adapted_expert_bytes(policy, n, dtype) for n in counts),
         cache=_cache_bytes(decoder.config, cfg, gpus.number, size),
     )
-    return _plan_sampler(sizes)
+
+
+def num_shards(sharding: str, gpus: GPUs) -> int:
+    """Return how many of `gpus` share one copy of the weights."""
+    return {"none": 1, "hybrid": min(gpus.per_machine, gpus.number), "full": gpus.number}[sharding]
 
 
 def _choose_sharding(cfg: Config, gpus: GPUs, state: float) -> str:
@@ -320,26 +316,6 @@ def _choose_sharding(cfg: Config, gpus: GPUs, state: float) -> str:
     fits_machine = gpus.equal_machines and state / gpus.per_machine < 2 * total / 3
     chosen = "none" if state < total / 3 else "hybrid" if several_machines and fits_machine else "full"
     return distributed.all_gather(chosen)[0]  # rank 0's choice: machines may have different GPUs
-
-
-def _plan_sampler(sizes: Plan) -> Plan:
-    """Return `sizes` with the room for a sampler's copy of the weights and the fraction of memory that vLLM gets.
-
-    The fraction is `cfg.vllm_memory` or, if that is 0, `VLLM_MEMORY`. It is more if the copy needs more. By default, it
-    is also more if the completions of a step need more, as far as the resting trainer and other programs leave it free;
-    not with `gpu_memory`, because PyTorch counts vLLM's memory towards that limit even while vLLM sleeps. With several
-    processes, there is always room, because only a single one can do without a copy.
-    """
-    cfg, gpus = sizes.cfg, sizes.gpus
-    fraction = cfg.vllm_memory or VLLM_MEMORY
-    needed, total = sizes.sampler_weights + SAMPLER_BYTES, gpus.usable(cfg.gpu_memory)
-    left = total - sizes.resting - (sizes.gradients if cfg.gpu_memory else gpus.used_by_others)
-    has_room = gpus.number > 1 or needed <= left
-    fraction = max(fraction, min(0.9, needed / total))
-    if not cfg.vllm_memory and not cfg.gpu_memory:
-        enough = sizes.sampler_weights + VLLM_BYTES + sizes.cache
-        fraction = max(fraction, min(enough, VLLM_SHARE * left) / total)
-    return replace(sizes, has_room=has_room, vllm_memory=fraction)
 
 
 def _cache_bytes(text: transformers.PreTrainedConfig, cfg: Config, processes: int, size: int) -> float:

@@ -12,9 +12,9 @@ import sys
 import pytest
 
 import config
+from apps.fits import METHODS
 from common import cli
 from common.errors import UserError
-from policy.memory import METHODS
 from policy.model import empty_policy
 from tests.helpers.scripts import ROOT
 
