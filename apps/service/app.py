@@ -22,6 +22,7 @@ import secrets
 import shutil
 import socket
 import sqlite3
+import string
 import subprocess
 import sys
 import tempfile
@@ -225,15 +226,15 @@ def train(request: Request, store: StoreDep, body: TrainRequest) -> Started:
     store.require_space()
     model = allowed_model(body.base_model_path, request.app.state.cfg)
     file = store.file(body.data_file_id)
-    training, lora = body.training_config, body.lora_config
+    training = body.training_config
     completions_per_step = training.batch_size * training.gradient_accumulation_steps
     prompts = max(1, math.ceil(completions_per_step / training.num_generations))
     flags = training.model_dump(by_alias=True, exclude={"batch_size", "gradient_accumulation_steps"})
-    flags |= lora.model_dump(by_alias=True)
-    flags |= {"prompts_per_step": prompts, "max_completion_length": 64}
+    flags |= body.lora_config.model_dump(by_alias=True)
     images = file["valid_images"]
-    flags["eval_fraction"] = min(0.2, MAX_HELD_OUT / images) if images >= MIN_IMAGES else 0.0
-    steps = math.ceil(training.num_epochs * file["usable_rows"] * (1 - flags["eval_fraction"]) / prompts)
+    held_out = min(0.2, MAX_HELD_OUT / images) if images >= MIN_IMAGES else 0.0
+    steps = math.ceil(training.num_epochs * file["usable_rows"] * (1 - held_out) / prompts)
+    flags |= {"prompts_per_step": prompts, "max_completion_length": 64, "eval_fraction": held_out}
     flags["max_megapixels"] = request.app.state.cfg.max_megapixels
     settings = {"flags": flags, "request": body.model_dump()}
     job, is_resumed = store.add_or_resume(body.job_name, body.data_file_id, model, settings, steps)
@@ -310,8 +311,8 @@ async def events(
     while True:
         info = job_info(store, store.job(job.job_id))
         if info != last_info:
-            last_info = info
             yield ServerSentEvent(event="job", data=info)
+        last_info = info
         rows, position = await run_in_threadpool(store.metrics, job.job_id, position)
         if last_event_id and rows and rows[-1]["step"] >= last_event_id:
             rows = [row for row in rows if row["step"] > last_event_id]
@@ -361,11 +362,11 @@ def pack_result(store: Store, job: Job, scratch: pathlib.Path) -> pathlib.Path:
     from rewards import TASKS
 
     run = store.run_folder(job.job_id)
-    request = job.settings["request"]
     history, _ = store.metrics(job.job_id)
     last_step = history[-1]["step"] if history else 0
+    settings = job.settings["request"] | {"base_model": job.model, "grpo_flags": job.settings["flags"]}
     contents = {
-        "training_args.json": request | {"base_model": job.model, "grpo_flags": job.settings["flags"]},
+        "training_args.json": settings,
         "trainer_state.json": {"global_step": last_step, "max_steps": job.total_steps, "log_history": history},
     }
     try:
@@ -381,13 +382,9 @@ def pack_result(store: Store, job: Job, scratch: pathlib.Path) -> pathlib.Path:
             archive.write(file, file.name)
         for name, content in contents.items():
             archive.writestr(name, json.dumps(content, indent=1) + "\n")
-        note = (PAGE / "HOW_TO_LOAD.txt").read_text()
-        values = {
-            "BASE": job.model,
-            "SYSTEM": TASKS["count"].system,
-            "MAX_SIDE": str(job.settings["flags"]["max_side"]),
-        }
-        archive.writestr("HOW_TO_LOAD.txt", re.sub("|".join(values), lambda match: values[match[0]], note))
+        note = string.Template((PAGE / "HOW_TO_LOAD.txt").read_text())
+        values = {"BASE": job.model, "SYSTEM": TASKS["count"].system, "MAX_SIDE": job.settings["flags"]["max_side"]}
+        archive.writestr("HOW_TO_LOAD.txt", note.substitute(values))
     return scratch / "result.zip"
 
 
@@ -425,10 +422,8 @@ def ask_model(state: State, job: Job, scratch: pathlib.Path, picture: BinaryIO, 
     row = {"prompt": f"{TAG}{question}", "answer": "0", "images": ["picture.png"]}
     (scratch / "row.jsonl").write_text(json.dumps(row) + "\n")
     flags = {"model": job.model, "adapter": state.store.run_folder(job.job_id) / "final", "data": scratch / "row.jsonl"}
-    flags |= {"max_side": job.settings["flags"]["max_side"], "output": scratch / "out", "task": "count"}
-    flags |= {"max_megapixels": state.cfg.max_megapixels}
-    flags |= {"max_completion_length": job.settings["flags"]["max_completion_length"], "engine": "hf"}
-    flags |= {"load_in_4bit": job.settings["flags"].get("load_in_4bit", False)}
+    flags |= {"output": scratch / "out", "task": "count", "engine": "hf", "max_megapixels": state.cfg.max_megapixels}
+    flags |= {name: job.settings["flags"][name] for name in ("max_side", "max_completion_length", "load_in_4bit")}
     command = [sys.executable, "evaluate.py", *cli.as_arguments(flags)]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=ANSWER_TIMEOUT)
@@ -527,16 +522,12 @@ def read_token(cfg: Config) -> str | None:
 def find_model(model: str) -> str:
     """Return the absolute path of a model's folder, because jobs run in a different folder, or a hub name as it is.
 
-    Raises UserError for what is neither. The jobs check the rest of a model, whose libraries take seconds to import.
+    Raises UserError for what is neither. The jobs check the model itself, which takes libraries that load for seconds.
     """
-    if (folder := pathlib.Path(model)).exists():
-        try:
-            json.loads((folder / "config.json").read_bytes())["model_type"]
-        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-            problem = f"--model {model!r} has no config.json of a model ({type(error).__name__}: {str(error)[:120]})"
-            raise UserError(f"{problem}: give a folder in Hugging Face layout") from None
+    folder = pathlib.Path(model)
+    if (folder / "config.json").is_file():
         return str(folder.resolve())
-    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model):
+    if folder.exists() or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model):
         raise UserError(f"no model at --model {model!r}: give a folder in Hugging Face layout or a hub name")
     return model
 

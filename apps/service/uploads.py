@@ -88,16 +88,15 @@ def inspect_zip(path: str, name: str, max_megapixels: float) -> dict[str, object
 
 
 def _row_problem(row: Sample | Problem, image_problems: dict[str, str | None]) -> str | None:
-    """Return where and why a row cannot be used, or None.
-
-    `image_problems` holds what `_image_problem` has returned for each image so far: many rows may share an image.
-    """
+    """Return where and why a row cannot be used, or None. `image_problems` has those of the images so far."""
     if isinstance(row, Problem):
         return ": ".join(row)
     image = row.images[0]
     if str(image) not in image_problems:
         image_problems[str(image)] = _image_problem(image)
-    problem = image_problems[str(image)] or _text_problem(row)
+    problem = image_problems[str(image)] or gold_problem("count", row.answer)
+    if not problem and len(row.prompt) > MAX_QUESTION_CHARS:
+        problem = f"the question has more than {MAX_QUESTION_CHARS} characters"
     return problem and f"{row.source}: {problem}"
 
 
@@ -111,13 +110,4 @@ def _image_problem(image: ImageSource) -> str | None:
         return f"there is no image {name!r} in the ZIP or in its folder images/"
     except (ValueError, OSError) as error:
         return str(error)
-    return None
-
-
-def _text_problem(row: Sample) -> str | None:
-    """Return why a row's answer or question cannot be used, or None."""
-    if problem := gold_problem("count", row.answer):
-        return problem
-    if len(row.prompt) > MAX_QUESTION_CHARS:
-        return f"the question has more than {MAX_QUESTION_CHARS} characters"
     return None
