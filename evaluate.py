@@ -14,6 +14,7 @@ import hashlib
 import os
 import pathlib
 from dataclasses import dataclass, fields, replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags, check_value
 from data import Processor, max_images, processor_for
 from evaluation.held_out import SamplingFlags, open_progress, sample_rows
 from evaluation.metrics import pass_at_k
-from evaluation.predictions import Judge, format_table, read_predictions, write_predictions
+from evaluation.predictions import Judge, format_table, write_predictions
 from inputs.images import file_version
 from policy.model import Policy, compute_dtype, load_policy
 from rollout import ENGINES, Engine, check_engine_available, choose_engine, make_engine
@@ -171,15 +172,6 @@ def resume_key(cfg: Config, samples: list[Sample]) -> dict[str, Any]:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def judge_of(cfg: Config) -> Judge:
-    """Return what reads and judges the rows: of a benchmark or of a task."""
-    if cfg.benchmark:
-        from parts.benchmarks import BenchmarkJudge
-
-        return BenchmarkJudge(cfg)
-    return Judge(cfg)
-
-
 def main(cfg: Config) -> None:
     device = distributed.start()
     try:  # now, so that no response is sampled in vain
@@ -188,29 +180,36 @@ def main(cfg: Config) -> None:
             lock_file(pathlib.Path(cfg.output, "evaluation.lock"), f"--output {cfg.output} is in use")
     except OSError as error:
         raise UserError(f"cannot write to {cfg.output!r} ({error.strerror}): choose another --output") from None
-    judge, baseline = judge_of(cfg), None
-    if cfg.baseline:
-        from parts.benchmarks import Baseline
+    baseline = saved = None
+    if cfg.benchmark or cfg.baseline or cfg.predictions:
+        from parts.benchmarks import prepare
 
-        baseline = Baseline(cfg, judge)
-    if cfg.predictions:
-        samples, outputs = read_predictions(cfg.predictions, judge)
+        judge, baseline, saved = prepare(cfg)
     else:
-        samples, outputs = generate_responses(cfg, device, judge, baseline)
+        judge = Judge(cfg)
+    if benchmarks := extra("benchmarks"):
+        judge.interval = benchmarks.mean_interval
+    samples, outputs = saved or generate_responses(cfg, device, judge, baseline)
     results = judge(samples, outputs)
     compared = judge(baseline.samples, baseline.outputs) if baseline else None
     if console.is_main():
-        write_results(cfg, samples, results, baseline, compared)
+        write_results(cfg, samples, results, baseline, compared, benchmarks)
     release_locks()
     distributed.barrier()
 
 
 def write_results(
-    cfg: Config, samples: list[Sample], results: tuple[dict, list], baseline: Any, compared: tuple[dict, list] | None
+    cfg: Config,
+    samples: list[Sample],
+    results: tuple[dict, list],
+    baseline: Any,
+    compared: tuple[dict, list] | None,
+    benchmarks: ModuleType | None,
 ) -> None:
     """Write every file of the evaluation and print a table of the scores.
 
-    `results` and, for the baseline, `compared` hold scores and predictions. Raises UserError if no row is common.
+    `results` and, for the baseline, `compared` hold scores and predictions; `benchmarks` is that part, if it is here.
+    Raises UserError if no row is common.
     """
     folder, (scores, predictions) = pathlib.Path(cfg.output), results
     sources = {"model": cfg.model, "adapter": cfg.adapter, "data": cfg.data, "predictions": cfg.predictions}
@@ -222,7 +221,7 @@ def write_results(
     if (folder / "baseline").is_dir():  # then the page is that of a comparison, which may be an earlier one
         (folder / "completions.html").unlink(missing_ok=True)
     (folder / "scores.png").unlink(missing_ok=True)
-    if benchmarks := extra("benchmarks"):
+    if benchmarks:
         benchmarks.draw_scores(folder, scores, comparison.get("baseline"))
     else:
         console.log("note: parts/benchmarks is not here, so there is no interval and no scores.png")

@@ -205,7 +205,7 @@ run_recipe() {
 evaluate_run() {  # RUN FLAGS: compare the model in the folder RUN with its base; FLAGS are passed to evaluate.py
   local run=${1:-} flags launch=(.venv/bin/python)
   [ -n "$run" ] && shift || fail "./run.sh eval needs the folder of a run, for example: ./run.sh eval runs/vqa"
-  flags=$(.venv/bin/python -m evaluation.run_flags "$run" "$@") || exit 2
+  flags=$(.venv/bin/python -m parts.run_flags "$run" "$@") || exit 2
   mapfile -t flags <<< "$flags"
   [ "$N_GPUS" -gt 1 ] && launch=(.venv/bin/torchrun --standalone --nproc_per_node "$N_GPUS" --)
   heading "${title:-The trained model and its base, row by row}"

@@ -19,7 +19,6 @@ from common.errors import UserError
 from common.files import read_jsonl
 from common.records import Rollout
 from config import RewardFlags
-from evaluation.run_flags import run_flags
 from evaluation.scorer import Scorer
 from tests.helpers.marks import needs, slow
 from tests.helpers.rows import make_sample
@@ -102,6 +101,7 @@ def test_a_plugin_that_has_changed_is_named_and_one_that_is_missing_is_refused(
 
 @pytest.mark.slow
 @needs("parts/benchmarks")
+@needs("parts/run_flags.py")
 def test_the_comparison_of_a_run_with_its_base_knows_the_task_of_a_plugin(trained, mine):
     done = subprocess.run(["./run.sh", "eval", trained, "--limit", "2"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -123,6 +123,7 @@ def test_an_evaluation_knows_the_task_of_a_plugin(mine, tmp_path):
 
 
 @needs("parts/benchmarks")
+@needs("parts/run_flags.py")
 def test_a_plugin_has_flags_and_a_benchmark(tiny_model, shapes, tmp_path):
     """The plugin of docs/plugins.md. Started in new interpreters, since other tests have imported evaluate.py."""
     plugin = tmp_path / "weighted.py"
@@ -138,7 +139,7 @@ def test_a_plugin_has_flags_and_a_benchmark(tiny_model, shapes, tmp_path):
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["negative_weight"] == 0.5 and config["plugin_flags"] == ["negative_weight"]
     printed = subprocess.run(
-        [sys.executable, "-m", "evaluation.run_flags", tmp_path / "run", "--benchmark", "sums"],
+        [sys.executable, "-m", "parts.run_flags", tmp_path / "run", "--benchmark", "sums"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -263,35 +264,6 @@ def test_a_config_of_another_shape_is_refused_at_resume(text, tmp_path):
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(UserError, match=r"config.json cannot be read: restore it, or use a new --output without"):
         plugins.find(["--resume", "--output", str(tmp_path)], "")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [*SHAPES[:-1]]
-    + [json.dumps({name: value for name, value in GOOD.items() if name != left}) for left in ("model", "task")]
-    + [json.dumps(GOOD | change) for change in ({"model": 3}, {"plugin_flags": "x"}, {"max_completion_length": None})],
-)
-def test_a_config_of_another_shape_is_refused_at_an_evaluation(text, tmp_path):
-    (tmp_path / "final").mkdir()
-    (tmp_path / "config.json").write_text(text, encoding="latin-1")
-    with pytest.raises(UserError, match=r"config.json cannot be read: restore it"):
-        run_flags(tmp_path, set())
-
-
-def test_a_flag_that_config_json_lacks_is_left_out(tmp_path):
-    (tmp_path / "final").mkdir()
-    settings = GOOD | {"plugin_flags": ["a", "b", ["c"]], "a": 2, "max_completion_length": "12"}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    flags = run_flags(tmp_path, set())
-    assert flags["a"] == 2 and flags["max_completion_length"] == "12" and "b" not in flags
-
-
-def test_the_refusal_of_an_evaluation_is_one_line(tmp_path):
-    (tmp_path / "final").mkdir()
-    (tmp_path / "config.json").write_text("[]")
-    command = [sys.executable, "-m", "evaluation.run_flags", tmp_path]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
 def _start(folder: pathlib.Path, files: list[str]) -> subprocess.CompletedProcess:

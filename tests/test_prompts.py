@@ -226,7 +226,9 @@ def test_saved_predictions_of_several_turns_hold_no_images(tmp_path):
     (tmp_path / "r.py").write_text("def area(completion, answer, images): return len(images)\n")
     row = {"prompt": "And this?", "answer": "3", "responses": ["3"], "image_digest": "ab"}
     cfg = evaluate.Config(predictions=written(tmp_path, [row]), task="count", output=str(tmp_path / "out"))
-    samples, outputs = evaluate.read_predictions(cfg.predictions, evaluate.Judge(cfg))
+    from parts.benchmarks import read_predictions
+
+    samples, outputs = read_predictions(cfg.predictions, evaluate.Judge(cfg))
     assert judge_task(Scorer("count", RewardFlags()), samples, outputs)[0]["prompt"] == "And this?"
     with pytest.raises(UserError, match="saved predictions hold no images, which a reward needs"):
         judge_task(Scorer("count", RewardFlags(reward=(f"{tmp_path}/r.py:area",))), samples, outputs)

@@ -22,13 +22,14 @@ from config import PolicyFlags
 from data import Processor, validate_rows
 from evaluation.held_out import open_progress, sample_rows
 from evaluation.metrics import group_by, mean, shared_scores
-from evaluation.predictions import RULE_SCORED, Judge, read_predictions, write_predictions
+from evaluation.predictions import RULE_SCORED, Judge, write_predictions
 from evaluation.scorer import start_math
 from grading.answers import answer_part
 from inputs.images import allow_megapixels
 from inputs.rows import raw_rows
 from parts.benchmarks import table
 from parts.benchmarks.figures import write_differences
+from parts.benchmarks.saved import read_predictions
 from policy.model import Policy, empty_model, load_policy
 from rewards import MAX_UNSCORED
 from rollout import Engine
@@ -113,6 +114,9 @@ class BenchmarkJudge(Judge):
     def __init__(self, cfg: Any):
         self.cfg, self.name, self.prompt_task = cfg, cfg.benchmark, "math"
         benchmark = find_entry("benchmark", self.name, table.BENCHMARKS)
+        if not isinstance(benchmark, table.Benchmark):
+            kind = type(benchmark).__name__
+            raise UserError(f"--benchmark {self.name}: its entry is a {kind}; expected Benchmark")
         needs_math = benchmark.server_role or benchmark.judge is table.judge_math
         self.server = start_math(cfg, cfg.judge_cache, bool(benchmark.server_role)) if needs_math else None
 

@@ -27,11 +27,12 @@ from common.errors import UserError
 from common.records import Sample
 from config import VerifierFlags
 from data import load_processor
-from evaluate import Config, read_predictions
+from evaluate import Config
 from evaluation import benchmarks
 from evaluation.predictions import format_table
 from grading.answers import answer_part, short_answer
 from parts.benchmarks.choices import chosen_letter, extract_choice, whole_number
+from parts.benchmarks.saved import read_predictions
 from parts.benchmarks.scores import (
     BenchmarkJudge,
     mean_interval,

@@ -31,10 +31,10 @@ from common.parts import extra
 from common.records import Completion, Group, Prompt, Rewards, Rollout, Sampling, ScoredGroup, Span, Trajectory
 from config import Config, PolicyFlags
 from data import encode_prompt, load_processor
-from evaluation.run_flags import run_flags
 from evaluation.scorer import Scorer
 from packing import pack
 from parts.partial import check_in_flight
+from parts.run_flags import run_flags
 from parts.turns import use_environment
 from parts.turns.episodes import Episodes
 from parts.turns.metrics import difference_by_turn, turn_metrics

@@ -1,6 +1,6 @@
 """Print, one per line, the flags with which evaluate.py scores a trained run. `./run.sh eval RUN` calls this module.
 
-    python -m evaluation.run_flags runs/vqa --benchmark mmstar
+    python -m parts.run_flags runs/vqa --benchmark mmstar
 
 The arguments are the run's folder and the user's own flags for evaluate.py, which follow those that are printed.
 """
