@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from tests.helpers.marks import needs
 from tests.helpers.scripts import run_script
 
+pytest.importorskip("parts.turns", reason="needs parts/turns, which is not here")
 pytest.importorskip("apps", reason="needs apps/, which is not here")
 
 from apps.bench import speed, tail, turns
@@ -72,6 +74,7 @@ def test_every_value_of_oversample_is_checked_first():
         tail.Config(shape="tiny", prompts=4, oversample=(1.01, 2.5))
 
 
+@needs("parts/partial.py")
 def test_a_long_tail_is_measured_with_and_without_oversampling(tmp_path):
     folders = [f"--folder={tmp_path}/bench", f"--results={tmp_path}/results"]
     lengths = ["--generations=2", "--cap=64", "--median=20"]

@@ -66,6 +66,7 @@ def run(name: str, model: str, data: str, output, *flags: str, processes: int = 
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@needs("parts/plugins.py")
 @pytest.mark.parametrize("processes", [0, *slow(2)])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in WITH_STATE)) for n in FLAGS])
 def test_a_run_is_resumed_exactly(name, processes, tiny_model, shapes, tmp_path):
@@ -78,6 +79,7 @@ def test_a_run_is_resumed_exactly(name, processes, tiny_model, shapes, tmp_path)
     assert metrics(folders[0])[1:] == metrics(folders[1])
 
 
+@needs("parts/plugins.py")
 def test_several_plugins_make_one_run(tiny_model, shapes, tmp_path):
     others = [
         flag for name in ("best_and_worst", "step_rewards") for flag in (f"--plugin=examples/{name}.py", *FLAGS[name])
@@ -150,6 +152,7 @@ def test_rows_that_are_sometimes_right_come_more_often(example):
     assert rows[:20] == [by_success(stream, position, cfg) for position in range(20)]
 
 
+@needs("parts/plugins.py")
 def test_muon_makes_the_update_of_a_matrix_orthogonal(tiny_model, shapes, tmp_path):
     """All its singular values are near the rate times √max(1, rows / columns), without weight decay."""
     flags = ("--max_steps=1", "--muon_rate=0.01", "--weight_decay=0", "--num_iterations=1", "--sharding=none")
@@ -163,6 +166,7 @@ def test_muon_makes_the_update_of_a_matrix_orthogonal(tiny_model, shapes, tmp_pa
     assert (after[norm] - before[norm]).abs().max().item() == pytest.approx(1e-3, rel=0.05), "AdamW's first step"
 
 
+@needs("parts/plugins.py")
 def test_the_reference_follows_the_policy(tiny_model, shapes, tmp_path):
     run("moving_reference", tiny_model, shapes, tmp_path, "--max_steps=1")
     saved = tensors(tmp_path / "checkpoint-1", tmp_path / "saved.pt")
@@ -219,6 +223,7 @@ def test_the_cookbook_names_every_example_and_short_ones_are_short():
         assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) <= 20
 
 
+@needs("parts/plugins.py")
 @pytest.mark.parametrize("processes", [0, *slow(2)])
 def test_a_sampler_over_http_gives_the_completions_of_the_one_within(processes, tiny_model, shapes, tmp_path):
     with socket.socket() as free:

@@ -12,15 +12,16 @@ import sys
 import pytest
 
 import config
-from apps.fits import METHODS
 from common import cli
 from common.errors import UserError
 from policy.model import empty_policy
+from tests.helpers.marks import needs
 from tests.helpers.scripts import ROOT
 
 pytest.importorskip("apps", reason="needs apps/, which is not here")
 
 from apps import fits
+from apps.fits import METHODS
 
 
 def options(**flags) -> dict[str, tuple[fits.Config, dict]]:
@@ -53,6 +54,7 @@ def test_a_size_is_found_in_upper_case():
     assert fits.Config(model="7B").model == "7b" and fits.Config(model="runs/7B").model == "runs/7B"
 
 
+@needs("parts/plugins.py")
 def test_an_environment_comes_with_its_plugin(tiny_model):
     """Without the plugin, the commands would not work."""
     flags = ["--model", tiny_model, "--env", "zoom"]

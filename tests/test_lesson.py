@@ -23,6 +23,7 @@ from packing import pack
 from policy.forward import enable_packed_forward
 from policy.model import Policy
 
+pytest.importorskip("parts.turns", reason="needs parts/turns, which is not here")
 pytest.importorskip("lesson.check", reason="needs lesson/, which is not here")
 
 from apps.demo import tiny

@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+pytest.importorskip("parts.plugins", reason="needs parts/plugins.py, which is not here")
+
 import rewards
 from common import plugins
 from common.errors import UserError
@@ -110,6 +112,7 @@ def test_the_comparison_of_a_run_with_its_base_knows_the_task_of_a_plugin(traine
     assert json.loads((trained / "eval" / "scores.json").read_text())["task"] == "first_digit"
 
 
+@needs("parts/benchmarks")
 def test_an_evaluation_knows_the_task_of_a_plugin(mine, tmp_path):
     rows = [{"prompt": "7 + 4?", "answer": "11", "response": text} for text in ("12", "21")]
     (tmp_path / "saved.jsonl").write_text("\n".join(map(json.dumps, rows)))

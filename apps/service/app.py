@@ -423,7 +423,8 @@ def ask_model(state: State, job: Job, scratch: pathlib.Path, picture: BinaryIO, 
     (scratch / "row.jsonl").write_text(json.dumps(row) + "\n")
     flags = {"model": job.model, "adapter": state.store.run_folder(job.job_id) / "final", "data": scratch / "row.jsonl"}
     flags |= {"output": scratch / "out", "task": "count", "engine": "hf", "max_megapixels": state.cfg.max_megapixels}
-    flags |= {name: job.settings["flags"][name] for name in ("max_side", "max_completion_length", "load_in_4bit")}
+    flags |= {name: job.settings["flags"][name] for name in ("max_side", "max_completion_length")}
+    flags |= {"load_in_4bit": job.settings["flags"].get("load_in_4bit", False)}
     command = [sys.executable, "evaluate.py", *cli.as_arguments(flags)]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=ANSWER_TIMEOUT)

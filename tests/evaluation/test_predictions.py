@@ -21,7 +21,7 @@ from common.records import Cell, Turn
 from evaluate import Config
 from evaluation.held_out import open_progress
 from evaluation.predictions import Judge
-from tests.helpers.marks import slow
+from tests.helpers.marks import needs, slow
 from tests.helpers.rows import make_sample
 from tests.helpers.scripts import ROOT, run_script
 
@@ -33,6 +33,7 @@ def write_jsonl(path: pathlib.Path, rows: list[dict]) -> str:
     return str(path)
 
 
+@needs("parts/benchmarks")
 def test_a_task_is_scored_again_without_a_model(tmp_path):
     rows = [
         {"prompt": "How many?", "answer": "3", "responses": ["A photo of 3 cats", "A photo of 4 cats"]},

@@ -34,7 +34,6 @@ from parts.plugins import (
     checked_order,
     with_flags,
 )
-from parts.turns.environment import find_environment
 from policy.model import load_policy
 from policy.optimizer import OPTIMIZERS, make_adamw, make_schedule
 from policy.sharding import AFTER_UPDATE
@@ -382,6 +381,8 @@ def test_an_optimizer_that_cannot_work_here_is_refused(optimizer, message, tiny_
 
 def test_tools_with_a_control_token_are_refused(processor, monkeypatch):
     """It would end the system's turn."""
+    from parts.turns.environment import find_environment
+
     own = ModuleType("own")
     own.reply = lambda text, state: None
     monkeypatch.setattr(plugins, "_modules", {"own.py": own})

@@ -211,6 +211,7 @@ def test_two_machines_train_the_same_model_as_one(sharding, tolerance, tiny_mode
     assert max_difference(one, two) < tolerance
 
 
+@needs("parts/plugins.py")
 def test_a_machine_that_drops_is_replaced(tiny_model, shapes, tmp_path):
     """On one machine, torchrun and its worker are killed and restarted. The run resumes from the newest checkpoint."""
     plugin = plugin_with_timeout(tmp_path, 60)

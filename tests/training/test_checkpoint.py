@@ -27,7 +27,7 @@ import grpo
 from common.errors import RunStopped, UserError
 from common.files import read_jsonl
 from policy.model import Policy
-from tests.helpers.marks import slow
+from tests.helpers.marks import needs, slow
 from tests.helpers.runs import SMALL, config, difference, metrics, plugin_with_timeout, weights
 from tests.helpers.scripts import Script, check_success, run_script, torchrun
 from training import checkpoint, loop, run_folder
@@ -293,6 +293,7 @@ def started_run(folder: pathlib.Path, *flags: str, max_restarts: int) -> Iterato
         yield script, int(children.stdout.split()[-1])
 
 
+@needs("parts/plugins.py")
 @pytest.mark.parametrize("how", [signal.SIGKILL, *slow(signal.SIGSTOP)])
 def test_a_process_that_dies_or_hangs_ends_the_job(how, tiny_model, shapes, tmp_path):
     """If a process dies, the job ends within 30 seconds, and torchrun names the process. If a process hangs, the job

@@ -33,8 +33,6 @@ from config import Config, PolicyFlags
 from data import encode_prompt, load_processor
 from evaluation.scorer import Scorer
 from packing import pack
-from parts.partial import check_in_flight
-from parts.run_flags import run_flags
 from parts.turns import use_environment
 from parts.turns.episodes import Episodes
 from parts.turns.metrics import difference_by_turn, turn_metrics
@@ -395,12 +393,15 @@ def test_two_processes_take_the_same_turns_as_one(run, talker, shapes, tmp_path)
     for one, two in zip(metrics(run), metrics(tmp_path / "run"), strict=True):
         for name in compared & one.keys():
             assert one[name] == pytest.approx(two[name], rel=1e-3, abs=1e-5), name
+    from parts.run_flags import run_flags
+
     scored_with = run_flags(tmp_path / "run", set())
     assert (scored_with["env"], scored_with["plugin"]) == ("pictures", [PLUGIN])
     one, two = weights(run / "final"), weights(tmp_path / "run" / "final")
     assert max((one[name] - two[name]).abs().max() for name in one) < 1e-3
 
 
+@needs("parts/plugins.py")
 def test_a_run_killed_in_the_middle_of_a_turn_resumes_bit_for_bit(run, talker, shapes, tmp_path):
     (tmp_path / "marks").mkdir()
     environment = {**os.environ, "MARKS": str(tmp_path / "marks")}
@@ -423,6 +424,8 @@ def test_a_run_killed_in_the_middle_of_a_turn_resumes_bit_for_bit(run, talker, s
 @pytest.fixture(scope="module")
 def evaluated(run, shapes) -> pathlib.Path:
     folder = run.parent / "after"
+    from parts.run_flags import run_flags
+
     flags = run_flags(run, set()) | {"baseline": None, "output": str(folder), "n": 2, "temperature": 1.0}
     assert (flags["env"], flags["max_completion_length"], flags["max_prompt_length"]) == ("pictures", 16, 400)
     evaluate.main(evaluate.Config(**flags))
@@ -543,6 +546,8 @@ def test_families_without_a_test_of_turns_are_refused(family, tmp_path):
 
 
 def test_prompts_in_flight_do_not_go_on_with_an_environment():
+    from parts.partial import check_in_flight
+
     with pytest.raises(UserError, match=r"^--resume: the checkpoint's prompts in flight need no --env, until a run"):
         state = {"config": {"max_staleness": 2}, "collector": {"in_flight": []}}
         check_in_flight(Config(data="rows", env="over"), state)
@@ -554,6 +559,7 @@ def test_a_run_resumes_with_its_own_environment(run, talker, shapes, tmp_path):
         grpo.main(config(talker, shapes, tmp_path / "run", resume="newest", max_steps=4, **TURNS | {"env": "over"}))
 
 
+@needs("parts/plugins.py")
 @needs("examples")
 def test_a_sampler_without_turns_is_refused_in_one_line(talker, shapes, tmp_path):
     done = run_script(

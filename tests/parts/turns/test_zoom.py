@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("apps", reason="needs apps/, which is not here")
+pytest.importorskip("parts.turns", reason="needs parts/turns, which is not here")
+
+from apps.demo import tiny, zoom
 from common.files import read_jsonl
 from common.records import Prompt, Trajectory
 from data import encode_prompt, encode_response, load_processor, load_samples
 from parts.turns import use_environment
 from parts.turns.episodes import Episodes
+from tests.helpers.marks import needs
 from tests.helpers.scripts import ROOT, run_script
-
-pytest.importorskip("apps", reason="needs apps/, which is not here")
-
-from apps.demo import tiny, zoom
 
 pytestmark = pytest.mark.usefixtures("environments")
 SEEN = dict(min_pixels=zoom.SEEN**2, max_pixels=zoom.SEEN**2)
@@ -124,6 +125,7 @@ def test_a_call_is_ten_tokens(built):
     assert lengths == {9}, "and the end of the turn"
 
 
+@needs("parts/plugins.py")
 def test_the_demo_runs(built, tmp_path):
     """A model of few steps goes through GRPO with the tool, as recipes/zoom.sh does it."""
     recipe = (ROOT / "recipes" / "zoom.sh").read_text().replace("\\\n", " ")
