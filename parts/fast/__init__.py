@@ -2,9 +2,9 @@
 training. It changes no number on a CPU.
 
 Imports the core. Start reading at `balance.py`, which moves completions between processes. `flash_attention.py` is an
-operator for Hopper GPUs, which `packing.attend` chooses, `fast_decode.py` a scheduler for vLLM, `vllm_worker.py` its memory in one block,
-`vllm_logprobs.py` its log-probabilities, `host_copies.py` copies what is written, and `mfu.py` counts
-operations.
+operator for Hopper GPUs, which `packing.attend` chooses; `fast_decode.py` is a scheduler for vLLM, `vllm_worker.py` its
+memory in one block, `vllm_logprobs.py` its log-probabilities; `host_copies.py` copies what is written, and `mfu.py`
+counts operations.
 """
 
 import logging
