@@ -105,18 +105,17 @@ def raw_rows(
     if config and (path.is_file() or any((path / name).is_file() for name in ("main.csv", *SAVED))):
         raise UserError(f"{str(path)!r} has no configurations: remove :{config}")
     text = _read_text(path) if is_json else ""
-    has_split = split_json and is_json and (split is not None or '"phrase_type"' in text)
     if is_json:
         locate: Locate = functools.partial(locate_image, (folder, folder / OSF_IMAGES))
-        rows = _json_rows(path, text)
-    elif has_main_csv and suffix != ".zip":
+        rows, is_plain_file = _json_rows(path, text), not (split_json and (split or '"phrase_type"' in text))
+    elif is_plain_file := has_main_csv and suffix != ".zip":
         base = pathlib.Path(image_dir or path)
         locate = functools.partial(locate_image, (base, base / "images"))
         rows = counting_rows(path / "main.csv", columns or Columns())
-    if has_split or not (is_json or (has_main_csv and suffix != ".zip")):
+    if not is_plain_file:
         from parts.formats import open_rows, split_rows
 
-        if has_split:
+        if is_json:
             rows = split_rows(rows, path, split)
         else:
             rows, locate = open_rows(spec, name, split, default_split, folder, columns or Columns())

@@ -132,7 +132,7 @@ def check_entries(cfg: Any) -> None:
         if home := sys.modules.get(module):
             chosen = getattr(cfg, flag, None) if flag else None
             _check_table(getattr(home, name), name, getattr(home, kind) if kind else Callable, flag, chosen)
-    if hasattr(cfg, "loss_type"):
+    if "grpo" in sys.modules and hasattr(cfg, "loss_type"):  # not in `data.py show`, which has the flags alone
         _check_algorithm(cfg)
     if rollout := sys.modules.get("rollout"):
         for name, entry in rollout.ENGINES.items():  # all: a plugin may also change the class of a sampler
@@ -181,7 +181,7 @@ def checked_objective(where: str, objective: Callable) -> Callable:
     """Return an objective that checks what it returns: one number, and one bool, for each token."""
 
     def checked(logp: Any, *given: Any, **options: Any) -> Any:
-        expected = f"{form(logp)} and bool {tuple(logp.shape)}"
+        expected = [form(logp), f"bool {tuple(logp.shape)}"]
         return _checked(where, objective, (logp, *given), expected, **options)
 
     return checked
@@ -189,15 +189,19 @@ def checked_objective(where: str, objective: Callable) -> Callable:
 
 def checked_advantage(where: str, advantage: Callable) -> Callable:
     """Return an advantage that checks what it returns: a number for each completion."""
-    return lambda rewards, *given: _checked(where, advantage, (rewards, *given), form(rewards.total))
+    return lambda rewards, *given: _checked(where, advantage, (rewards, *given), [form(rewards.total)])
 
 
-def _checked(where: str, function: Callable, given: Sequence[Any], expected: str, **options: Any) -> Any:
-    """Call an entry. Raises UserError if it returns another `form` than expected, or changes what it is given."""
+def _checked(where: str, function: Callable, given: Sequence[Any], expected: list[str], **options: Any) -> Any:
+    """Call an entry, and return what it returns: one tensor, or a tuple of several, whose forms are `expected`.
+
+    Raises UserError if a `form` differs, or if it changes a tensor that it is given.
+    """
     before, returned = _versions((*given, *options.values())), function(*given, **options)
-    got = " and ".join(map(form, returned if isinstance(returned, tuple) and "and" in expected else (returned,)))
+    tensors = returned if isinstance(returned, tuple) and len(expected) > 1 else (returned,)
+    got = [form(each) for each in tensors]
     if got != expected:
-        raise UserError(f"{where}: it returned {got}; expected {expected}")
+        raise UserError(f"{where}: it returned {' and '.join(got)}; expected {' and '.join(expected)}")
     if before != _versions((*given, *options.values())):
         raise UserError(f"{where}: it changes a tensor that it is given: let it change a copy, x.clone()")
     return returned

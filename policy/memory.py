@@ -64,6 +64,10 @@ class GPUs:
         """Whether there are GPUs at all."""
         return self.device.type == "cuda"
 
+    def shards(self, sharding: str) -> int:
+        """Return how many of them share one copy of the weights."""
+        return {"none": 1, "hybrid": min(self.per_machine, self.number), "full": self.number}[sharding]
+
     def usable(self, limit: float) -> float:
         """Return how many bytes of each the allocator can use, given a limit of `limit` GiB (0: no limit)."""
         return min(limit * GIB or self.size, self.size) * (1 - MARGIN)
@@ -112,7 +116,7 @@ class Plan:
     @property
     def shards(self) -> int:
         """Number of GPUs that share one copy of the weights."""
-        return num_shards(self.sharding, self.gpus)
+        return self.gpus.shards(self.sharding)
 
     @property
     def resting(self) -> float:
@@ -269,7 +273,7 @@ def plan(policy: Policy, cfg: Config, gpus: GPUs) -> Plan:
         reference += size * num_weights(teacher) - replicated
     moments, gradients = (0 if cfg.offload_optimizer else MOMENTS_BYTES) * trained, FLOAT32_BYTES * trained
     sharding = _choose_sharding(cfg, gpus, whole_bytes + sharded + reference + moments + gradients)
-    shards = num_shards(sharding, gpus)
+    shards = gpus.shards(sharding)
     gathered = 2 * (size + FLOAT32_BYTES) * sum(p.numel() for p in decoder.layers[0].parameters())
     gathered += size * sum(p.numel() for p in {*decoder.embed_tokens.parameters(), *policy.model.lm_head.parameters()})
     gathered = size * trained if quantised else gathered  # beside 4-bit weights, the whole adapter
@@ -290,11 +294,6 @@ def plan(policy: Policy, cfg: Config, gpus: GPUs) -> Plan:
         expert_bytes=tuple(adapted_expert_bytes(policy, n, dtype) for n in counts),
         cache=_cache_bytes(decoder.config, cfg, gpus.number, size),
     )
-
-
-def num_shards(sharding: str, gpus: GPUs) -> int:
-    """Return how many of `gpus` share one copy of the weights."""
-    return {"none": 1, "hybrid": min(gpus.per_machine, gpus.number), "full": gpus.number}[sharding]
 
 
 def _choose_sharding(cfg: Config, gpus: GPUs, state: float) -> str:

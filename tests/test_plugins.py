@@ -273,6 +273,17 @@ def _start(folder: pathlib.Path, files: list[str]) -> subprocess.CompletedProces
     return run_script("grpo.py", *(f"--plugin={file}" for file in files), "--data=x", f"--output={folder}/run")
 
 
+@needs("parts/convert.py")
+def test_a_prompt_is_shown_with_the_task_of_a_plugin_that_knows_no_algorithm(tiny_model, shapes, tmp_path):
+    """`data.py show` has the flags of grpo.py, which it does not import."""
+    (tmp_path / "own.py").write_text("import rewards\n\nrewards.TASKS['own'] = rewards.TASKS['count']\n")
+    flags = arguments(model=tiny_model, data=shapes, plugin=tmp_path / "own.py", task="own", row=2)
+    command = [sys.executable, "data.py", "show", *flags]  # a new interpreter: other tests have imported grpo.py
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "template of --task own" in done.stdout
+
+
 def test_a_function_that_exits_does_not_end_a_run_as_if_it_had_finished(tiny_model, shapes, tmp_path):
     (tmp_path / "mine.py").write_text("import grpo\n\n\ngrpo.ADVANTAGES['leave'] = lambda *_: exit(0)\n")
     flags = [

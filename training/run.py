@@ -62,7 +62,7 @@ def start(
     choose_learning_rate(cfg, resume)
     stream, eval_samples, scorer, limits = (read or check_inputs)(cfg)
     state = check_state(cfg, stream, resume) if resume.checkpoint else {}
-    make = make or collector_of(cfg, state)
+    make = make or collector_of(cfg, state, resume.checkpoint)
     policy, reference, teacher, engine, tokens = load_models(cfg, stream.processor, limits, device)
     if device.type == "cuda" and "OMP_NUM_THREADS" not in os.environ:
         # As under torchrun. With a thread for each core, packing a micro-batch took 67 ms on a busy host (docs/log.md).
@@ -91,13 +91,19 @@ def start(
     return run
 
 
-def collector_of(cfg: Config, state: dict[str, Any]) -> type[Collector]:
-    """Return the class of the run's collector; `state`: that of the checkpoint, which may have prompts in flight."""
+def collector_of(cfg: Config, state: dict[str, Any], folder: pathlib.Path | None = None) -> type[Collector]:
+    """Return the class of the run's collector.
+
+    `state`: that of the checkpoint in `folder`, which may have prompts in flight. Raises UserError if these cannot
+    continue with the flags `cfg`.
+    """
     if cfg.oversample == 1 and "in_flight" not in state.get("collector", {}):
         return Collector
     from parts.partial import PartialCollector, check_in_flight
 
-    check_in_flight(cfg, state)
+    if folder:
+        with checkpoint.reading(folder):
+            check_in_flight(cfg, state)
     return PartialCollector
 
 

@@ -523,12 +523,16 @@ def read_token(cfg: Config) -> str | None:
 def find_model(model: str) -> str:
     """Return the absolute path of a model's folder, because jobs run in a different folder, or a hub name as it is.
 
-    Raises UserError for what is neither. The jobs check the model itself, which takes libraries that load for seconds.
+    Raises UserError for what is neither. The jobs check the rest of a model, whose libraries take seconds to import.
     """
-    folder = pathlib.Path(model)
-    if (folder / "config.json").is_file():
+    if (folder := pathlib.Path(model)).exists():
+        try:
+            json.loads((folder / "config.json").read_bytes())["model_type"]
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            problem = f"--model {model!r} has no config.json of a model ({type(error).__name__}: {str(error)[:120]})"
+            raise UserError(f"{problem}: give a folder in Hugging Face layout") from None
         return str(folder.resolve())
-    if folder.exists() or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model):
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model):
         raise UserError(f"no model at --model {model!r}: give a folder in Hugging Face layout or a hub name")
     return model
 

@@ -146,8 +146,9 @@ class Store:
             advice = "close the program that has locked it" if "locked" in str(reason) else "restore it"
             raise UserError(f"{path} cannot be used ({reason}): {advice}, or choose another --folder") from None
         found = {f"{name}/{entry}" for name in ("files", "jobs") for entry in os.listdir(self.folder / name)}
-        if unknown := sorted(found - known):  # nothing is deleted because the database lacks it
-            names = f"{len(unknown)} files in its folder, which stay and count as used: {', '.join(unknown)}"
+        self.unknown = sorted(found - known)  # nothing is deleted because the database lacks it
+        if self.unknown:
+            names = f"{len(self.unknown)} files in its folder, which stay and count as used: {', '.join(self.unknown)}"
             console.log(f"{path} does not know {names}; restore it, or upload the ZIPs again and remove these")
         for path in self.folder.glob("scratch-service-*"):  # of a killed service
             shutil.rmtree(path, ignore_errors=True)
@@ -174,6 +175,8 @@ class Store:
         used = sum(used_bytes(self.folder / name) for name in ("files", "jobs")) + sum([*self.reserved.values()])
         if used + needed > self.max_gigabytes * 1e9:
             sizes = f"{used / 1e9:.3g} GB are used, and --max_storage allows {self.max_gigabytes:g} GB"
+            if self.unknown:
+                sizes += f"; {len(self.unknown)} files that the database does not know count, such as {self.unknown[0]}"
             raise HTTPException(507, f"the service's storage is full ({sizes}): delete data sets or jobs, or raise it")
         if needed > shutil.disk_usage(self.folder).free:
             raise HTTPException(507, "the service's disk is full: free some space, then try again")
@@ -212,7 +215,8 @@ class Store:
     def file(self, file_id: str) -> dict:
         for row in self._query("SELECT * FROM files WHERE file_id = ?", file_id):
             return _file(row)
-        raise HTTPException(404, f"no file {file_id!r}")
+        lost = f"files/{file_id}.zip" in self.unknown
+        raise HTTPException(404, f"no file {file_id!r}" + lost * f": its ZIP is there, but {DATABASE} does not know it")
 
     def delete_file(self, file_id: str) -> None:
         """Delete a file, unless a queued or running job uses it."""
@@ -266,7 +270,10 @@ class Store:
     def job(self, job_id: str) -> Job:
         for row in self._query("SELECT * FROM jobs WHERE job_id = ?", job_id):
             return _job(row)
-        raise HTTPException(404, f"no job {job_id!r}")
+        lost = f"jobs/{job_id}" in self.unknown
+        raise HTTPException(
+            404, f"no job {job_id!r}" + lost * f": its folder is there, but {DATABASE} does not know it"
+        )
 
     def _update(self, job: Job, **changes: Any) -> Job:
         names = ", ".join(f"{name} = ?" for name in changes)

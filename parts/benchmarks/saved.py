@@ -19,6 +19,7 @@ def read_predictions(path: str, judge: Judge) -> tuple[list[Sample], list[dict]]
     `skip_bad_rows` is set.
     """
     rows, problems, cfg = [], [], judge.cfg
+    as_sample = getattr(judge, "saved_sample", functools.partial(saved_sample, judge))  # a benchmark has its own
     if not pathlib.Path(path).is_file():
         raise UserError(f"no predictions at {path!r}: give a .jsonl file")
     for source, row, _ in raw_rows(path, None, "train"):
@@ -27,8 +28,7 @@ def read_predictions(path: str, judge: Judge) -> tuple[list[Sample], list[dict]]
                 raise row
             row = drop_images(row)
             output = _pop_output(row)
-            sample = getattr(judge, "saved_sample", functools.partial(saved_sample, judge))(source, row, output)
-            rows.append((sample, output))
+            rows.append((as_sample(source, row, output), output))
         except RowError as error:
             problems.append(f"{source}: {error}")
     summary = f"{len(problems)} of {len(problems) + len(rows)} rows cannot be used: {'; '.join(problems[:5])}"

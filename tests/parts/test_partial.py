@@ -291,6 +291,12 @@ def test_what_is_in_flight_is_trained_on_without_the_flag_too(brief_model, shape
         grpo.main(cfg)
 
 
+def test_prompts_in_flight_of_another_form_are_refused_in_one_line(tmp_path):
+    state = {"config": {}, "collector": {"in_flight": [{"rollouts": [{}]}]}}
+    with pytest.raises(UserError, match=r"^\S+ cannot be loaded into this run \(KeyError: 'finished'\): use the flags"):
+        training.run.collector_of(Config(data="x"), state, tmp_path)
+
+
 def test_dynamic_sampling_draws_from_what_is_in_flight(brief_model, shapes, tmp_path, trained, capsys):
     flags = dict(dynamic_sampling_rounds=3, max_steps=3)
     grpo.main(config(brief_model, shapes, tmp_path, **flags, **PARTIAL))

@@ -645,8 +645,11 @@ def test_a_missing_model_and_a_taken_port_are_refused(tmp_path, monkeypatch):
     check_address("127.0.0.1", port)
 
 
-def test_a_folder_that_holds_no_model_is_refused_at_the_start(tmp_path):
-    with pytest.raises(UserError, match=r"^no model at --model '.*': give a folder"):
+@pytest.mark.parametrize("config", [None, b"", b"{", b"[]", b"null", b"{}", b"\xff\xfe", b"[" * 100_000])
+def test_a_folder_that_holds_no_model_is_refused_at_the_start(tmp_path, config):
+    if config is not None:
+        (tmp_path / "config.json").write_bytes(config)
+    with pytest.raises(UserError, match=r"^--model '.*' has no config\.json of a model \(.*\): give a folder"):
         find_model(str(tmp_path))
 
 
@@ -719,9 +722,10 @@ def test_what_the_database_lacks_is_named_at_the_start(tmp_path, capsys):
     names += [f"files/{i:02}.zip" for i in range(20)]
     for name in [*names, "scratch-service-abc", "scratch-of-mine"]:
         (tmp_path / name).mkdir()
-    Store(str(tmp_path))
+    store = Store(str(tmp_path))
     assert all((tmp_path / name).exists() for name in [*names, "scratch-of-mine"])
     assert not (tmp_path / "scratch-service-abc").exists(), "only the service's own temporary folders are deleted"
+    assert store.unknown == sorted(names)
     message = capsys.readouterr().err
     assert message.count("\n") == 1
     assert f"does not know {len(names)} files in its folder, which stay and count as used: files/00.zip, " in message
@@ -828,7 +832,7 @@ def test_a_deletion_that_is_cut_off_can_be_repeated_after_a_new_start(tmp_path, 
         release_locks()
         store = Store(str(tmp_path / "service"))
         store.poll()
-        assert job_info(store, store.job(job.job_id)).status == "cancelled"
+        assert job_info(store, store.job(job.job_id)).status == "cancelled" and not store.unknown
     store.job_folder(job.job_id).write_text("something else")  # what is no folder is not deleted
     with pytest.raises(HTTPException, match=f"409: jobs/{job.job_id} cannot be deleted: move it away"):
         store.delete(job.job_id)
@@ -1014,7 +1018,7 @@ def test_a_database_that_lost_its_rows_costs_no_upload(service, archive, loss):
     for file_id in file_ids:
         assert f"files/{file_id}.zip" in log.split("does not know")[1]
         detail = service.call("GET", f"/files/{file_id}/picture/0", 404).json()["detail"]
-        assert detail == f"no file {file_id!r}"
+        assert detail == f"no file {file_id!r}: its ZIP is there, but service.sqlite does not know it"
     new = service.upload(archive)["file_id"]
     service.kill()
     service.start()
