@@ -147,7 +147,7 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
         keys += [indices[i], own]
         before, positions = torch.cat([indices[i][-1:], own[:-1]]), next_position[i] + torch.arange(len(own))
         if seen := completion.trajectory:
-            before, positions = before[seen.sampled], seen.position_ids
+            before, positions = before[seen.loss_mask], seen.position_ids
         predict_from.append(before)
         position_parts.append(positions.expand(len(position_parts[i]), -1))
     k_lens = prompt_lengths + [prompt_lengths[i] + each.tokens for i, each in zip(prompt_of, completions)]

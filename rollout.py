@@ -6,18 +6,15 @@ cache, and it needs no GPU. Each process has a full copy of the weights and samp
 `--tensor_parallel` or partial rollouts. `PolicyEngine` (in the same file) has no copy: it samples from the trainer's
 own model, in a single process.
 
-The random numbers for a completion depend only on its prompt's seed, never on the batch. The same seeds therefore give
-the same completions on any number of processes, up to rounding in matrix products of different shapes. Only those of
-vLLM with partial rollouts also depend on the lengths at which a completion was interrupted (`request_seed`).
+The random numbers for a completion depend only on its prompt's seed and its index, never on the batch. The same seeds
+therefore give the same completions on any number of processes, up to rounding in matrix products of different shapes.
+Only those of vLLM also depend on the lengths at which a completion was interrupted (`request_seed`).
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import importlib.util
-import itertools
-import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Annotated, Any, Protocol, runtime_checkable
 
@@ -25,17 +22,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from tqdm import tqdm
 
 from common import console, distributed
 from common.errors import UserError, dataclass, find_entry, takes
-from common.records import Prompt, RequestLimits, Rollout, Sampling
+from common.records import Output, Prompt, Request, RequestLimits, Rollout, Sampling
 from config import EngineFlags
 from data import Processor
 from policy.model import Policy, load_model, num_weights, stop_tokens
 from policy.sharding import sampler_weights
-from sampling.continuation import Continuation
-from sampling.hf_engine import HFEngine, PolicyEngine
+from sampling.hf_engine import NOTHING, HFEngine, PolicyEngine
+
+NOT_STARTED = Rollout(NOTHING.ids, NOTHING.logp, finished=False)
 
 
 @runtime_checkable
@@ -46,17 +43,17 @@ class Engine(Protocol):
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
-        seeds: Sequence[int],
+        requests: Sequence[Request],
         sampling: Sampling,
-        continuation: Continuation | None = None,
-        episodes: Any = None,
-    ) -> list[list[Rollout]]:
-        """Sample `sampling.n` completions of each prompt, using that prompt's seed.
+        then: Callable[[int, Output], Request | None] | None = None,
+        should_stop: Callable[[Set[int]], bool] | None = None,
+    ) -> list[Output]:
+        """Sample what the `requests` ask for, each a completion of `sampling`; return the outputs in their order.
 
-        For partial rollouts, `continuation` has the completions so far and tells when to stop. Completions that are not
-        finished then are returned as they are. With an environment, `episodes`, a `parts.turns.episodes.Episodes`,
-        answers each turn of the model.
+        `then(i, output)` is called in a thread when request i has ended. It returns the request that follows, whose
+        output then stands in its place, or None: it is over. `should_stop` tells whether there is enough, given the
+        indices of those that are over. It is asked every few tokens, on all processes together, until it returns True;
+        what is not over then is returned as it is. An entry of `ENGINES` says whether a sampler knows these two.
         """
         ...
 
@@ -84,7 +81,8 @@ class EngineEntry:
     needs_gpu: bool = False
     needs_copy: bool = True  # of the weights; on a GPU, memory is planned for it (`--vllm_memory`)
     uses_trainer: bool = False  # it samples from the trainer's own model: only in training, and in one process
-    has_turns: bool = False  # whether it can continue after an environment's answer (`--env`)
+    then: bool = False  # whether its `generate` knows `then`, which turns need (`--env`)
+    should_stop: bool = False  # the same, which partial rollouts need (`--oversample`)
 
     def lacks(self, device: torch.device, has_room: bool = True) -> list[str]:
         """Return what it needs and does not have; for `has_room`, see `choose_engine`."""
@@ -110,8 +108,10 @@ def check_engine_available(flags: EngineFlags, device: torch.device) -> None:
         raise UserError(f"--engine {flags.engine}: {lacks[0]};{how} use --engine hf")
     if engine and engine.uses_trainer and processes > 1:
         raise UserError(f"--engine {flags.engine} works in one process only: leave it out, or set --nproc_per_node 1")
-    if engine and not engine.has_turns and getattr(flags, "env", None):
-        raise UserError(f"--engine {flags.engine} cannot continue after an environment's answer: leave --env out")
+    if engine and not engine.then and getattr(flags, "env", None):
+        raise UserError(f"--engine {flags.engine} does not know `then`, by which turns go on: leave --env out")
+    if engine and not engine.should_stop and getattr(flags, "oversample", 1) > 1:
+        raise UserError(f"--engine {flags.engine} does not know `should_stop`: leave --oversample out")
     if processes % flags.tensor_parallel:
         raise UserError(f"--tensor_parallel {flags.tensor_parallel} must divide the number of processes ({processes})")
 
@@ -168,13 +168,65 @@ def _make_policy(flags, model, processor, device, dtype, limits, policy) -> Engi
 
 ENGINES = {  # "auto" takes the first that can run
     "vllm": EngineEntry(
-        _make_vllm, "vLLM", "vllm", "pip install -r requirements-gpu.txt", needs_gpu=True, has_turns=True
+        _make_vllm,
+        "vLLM",
+        "vllm",
+        "pip install -r requirements-gpu.txt",
+        needs_gpu=True,
+        then=True,
+        should_stop=True,
     ),
-    "hf": EngineEntry(_make_hf, "transformers", "transformers", has_turns=True),
+    "hf": EngineEntry(_make_hf, "transformers", "transformers", then=True, should_stop=True),
     "policy": EngineEntry(
-        _make_policy, "transformers", "transformers", needs_copy=False, uses_trainer=True, has_turns=True
+        _make_policy,
+        "transformers",
+        "transformers",
+        needs_copy=False,
+        uses_trainer=True,
+        then=True,
+        should_stop=True,
     ),
 }
+
+
+def sample_completions(
+    generate: Callable[..., list[Output]],
+    processor: Processor,
+    prompts: Sequence[Prompt],
+    seeds: Sequence[int],
+    sampling: Sampling,
+    episodes: Any = None,
+    started: Sequence[Sequence[Rollout]] = (),
+) -> list[list[Rollout]]:
+    """Return `sampling.n` completions of each prompt, whose seed decides them. `generate` is that of an `Engine`.
+
+    With an environment, `episodes` (those of parts/turns) answers each turn. With partial rollouts, the completions go
+    on as they have `started`; a request is made for each that is not finished, in order.
+    """
+    groups = [list(group) for group in started] or [[NOT_STARTED] * sampling.n for _ in prompts]
+    places = [(i, j) for i, group in enumerate(groups) for j, old in enumerate(group) if not old.finished]
+    requests = [
+        Request(prompts[i], groups[i][j].ids, seeds[i], j, sampling.max_tokens - len(groups[i][j].ids))
+        for i, j in places
+    ]
+    if episodes:
+        requests = [episodes.begin(i, request, groups[i][j]) for (i, j), request in zip(places, requests)]
+    outputs = generate(requests, sampling, **{"then": episodes.then} if episodes else {})
+    for number, ((i, j), output) in enumerate(zip(places, outputs)):
+        if episodes:
+            groups[i][j] = episodes.end(number, output)
+        else:
+            groups[i][j] = _continued(groups[i][j], prompts[i], output, processor.tokenizer)
+    return groups
+
+
+def _continued(old: Rollout, prompt: Prompt, output: Output, tokenizer: Any) -> Rollout:
+    """Return the completion `old` of `prompt` with what was sampled since."""
+    ids, logp = torch.cat([old.ids, output.ids]), torch.cat([old.sampling_logp, output.logp])
+    if not output.reason:
+        return Rollout(ids, logp, finished=False)
+    text = prompt.opening + tokenizer.decode(ids[:-1] if output.reason == "stop" else ids)
+    return Rollout(ids, logp, output.reason == "length", text)
 
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------
@@ -182,9 +234,6 @@ ENGINES = {  # "auto" takes the first that can run
 
 class VLLMEngine:
     """vLLM inside the training process, with weights from the trainer before every step.
-
-    A prompt is one request for all its completions. With partial rollouts, each completion is a request, and with an
-    environment each turn (parts/turns).
 
     vLLM receives each prompt with one placeholder per image. By default, the image features come from the trainer's
     frozen vision tower. If that tower is trained, or if its features include inner layers (Qwen3-VL), vLLM receives the
@@ -252,89 +301,59 @@ class VLLMEngine:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
-        seeds: Sequence[int],
+        requests: Sequence[Request],
         sampling: Sampling,
-        continuation: Continuation | None = None,
-        episodes: Any = None,
-    ) -> list[list[Rollout]]:
+        then: Callable[[int, Output], Request | None] | None = None,
+        should_stop: Callable[[Set[int]], bool] | None = None,
+    ) -> list[Output]:
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         before = getattr(scheduler, "preemptions", 0)  # parts/fast counts them
-        if episodes:
-            rollouts = episodes.environment.sample_in_vllm(episodes, self, prompts, seeds, sampling)
-        else:
-            rollouts = self._sample(prompts, seeds, sampling, continuation)
+        shares: list[Any] = [list(requests)]
+        if self.flags.tensor_parallel > 1:  # the ranks of an engine work on all their requests together
+            shares *= self.flags.tensor_parallel
+            dist.all_gather_object(shares, list(requests), group=self.group)
+        everyone = [request for share in shares for request in share]
+        self._check_pixels([request.prompt for request in everyone])
+        outputs = self._run(everyone, sampling, then, should_stop)
         if not before and (times := getattr(scheduler, "preemptions", 0)):  # once per run
             console.log(
                 f"vLLM's memory was full: in this step it preempted completions {times} times and "
                 f"recomputed them; a --vllm_memory above {self.flags.vllm_memory:.2f} or fewer --vllm_sequences helps"
             )
-        return rollouts
+        first = sum(map(len, shares[: dist.get_rank(self.group)])) if len(shares) > 1 else 0
+        return outputs[first : first + len(requests)]
 
-    def _sample(
-        self,
-        prompts: Sequence[Prompt],
-        seeds: Sequence[int],
-        sampling: Sampling,
-        continuation: Continuation | None,
-    ) -> list[list[Rollout]]:
-        if continuation:
-            return self._continue(prompts, seeds, sampling, continuation)
-        if self.flags.tensor_parallel > 1:  # the ranks of an engine work on all their prompts together
-            gathered: list[Any] = [None] * self.flags.tensor_parallel
-            dist.all_gather_object(gathered, (list(prompts), list(seeds)), group=self.group)
-            all_prompts = [prompt for rank_prompts, _ in gathered for prompt in rank_prompts]
-            all_seeds = [seed for _, rank_seeds in gathered for seed in rank_seeds]
-            start = sum(len(rank_prompts) for rank_prompts, _ in gathered[: dist.get_rank(self.group)])
-            rollouts = self._generate(all_prompts, all_seeds, sampling) if all_prompts else []
-            return rollouts[start : start + len(prompts)]
-        return self._generate(prompts, seeds, sampling) if prompts else []
+    def _run(self, requests: Sequence[Request], sampling: Sampling, *others: Any) -> list[Output]:
+        from sampling.vllm_loop import RequestLoop, request_seed
 
-    def _generate(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling) -> list[list[Rollout]]:
-        from sampling.vllm_checks import check_expansion, check_pixels, record_tower_inputs
+        def params(request: Request) -> Any:
+            return self.sampling_params(
+                seed=request_seed(request, sampling.max_tokens),
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                max_tokens=request.max_tokens,
+                ignore_eos=True,  # `stop_token_ids` lists all end tokens of the model
+                stop_token_ids=self.stop,
+                logprobs=0,  # return only the sampled token's log-probability
+                flat_logprobs=True,
+                detokenize=False,
+            )
 
-        order = sorted(range(len(prompts)), key=lambda i: -prompts[i].expected_length)  # start the longest first
-        prompts, seeds = [prompts[i] for i in order], [seeds[i] for i in order]
-        params = [self.params(sampling, sampling.n, seed, sampling.max_tokens) for seed in seeds]
-        # vLLM divides by the progress bar's elapsed time, so pass no bar at all instead of a disabled bar.
-        show_progress = console.is_main() and sys.stderr.isatty()
-        bar = functools.partial(tqdm, delay=3, leave=False) if show_progress else False
-        sent_as_images = [prompt for prompt in prompts if self._sends_images(prompt)]
-        if sent_as_images and not self.pixels_checked:
+        return RequestLoop(self.llm, requests, self._render, params, *others).run()
+
+    def _check_pixels(self, prompts: Sequence[Prompt]) -> None:
+        """Compare the pixels that vLLM makes of the images of `prompts` with the trainer's, once per run."""
+        from sampling.vllm_checks import check_pixels, record_tower_inputs
+
+        with_images = [*{id(prompt): prompt for prompt in prompts if self._sends_images(prompt)}.values()]
+        if with_images and not self.pixels_checked:
             with record_tower_inputs(self.llm, self.vision.parts[0]) as tower_inputs:
-                outputs = self._run(prompts, params, bar)
-            check_pixels(sent_as_images, tower_inputs)
+                self._run([Request(prompt, NOTHING.ids, 0, 0, 1) for prompt in with_images], Sampling(1, 1))
+            check_pixels(with_images, tower_inputs)
             self.pixels_checked = True
-        else:
-            outputs = self._run(prompts, params, bar)
-        for prompt, output in zip(prompts, outputs):
-            check_expansion(prompt, output.prompt_token_ids)
-        completions = [completion for output in outputs for completion in output.outputs]
-        token_ids = [list(c.token_ids) for c in completions]
-        stopped = [c.finish_reason == "stop" for c in completions]
-        texts = self.processor.tokenizer.batch_decode(
-            [ids[:-1] if end else ids for ids, end in zip(token_ids, stopped)]
-        )
-        openings = [prompt.opening for prompt in prompts for _ in range(sampling.n)]
-        rollouts = [
-            Rollout(torch.tensor(ids), torch.tensor(c.logprobs.logprobs), not end, opening + text)
-            for ids, c, end, opening, text in zip(token_ids, completions, stopped, openings, texts)
-        ]
-        rollouts_of = {i: rollouts[sampling.n * k : sampling.n * (k + 1)] for k, i in enumerate(order)}
-        return [rollouts_of[i] for i in range(len(prompts))]
 
-    def _run(self, prompts: Sequence[Prompt], params: list[Any], bar: Any) -> list[Any]:
-        """Return vLLM's outputs. Raises UserError if it refuses a prompt; the others are then given up, too."""
-        try:
-            return self.llm.generate([self._request(prompt) for prompt in prompts], params, use_tqdm=bar)
-        except Exception:
-            if not self.llm.llm_engine.has_unfinished_requests():  # it refused a prompt before sampling
-                for prompt in prompts:
-                    self.render(prompt)  # names the one at fault
-            raise
-
-    def render(self, prompt: Prompt) -> dict[str, Any]:
-        """Let vLLM prepare a prompt and its images."""
+    def _render(self, prompt: Prompt) -> dict[str, Any]:
+        """Let vLLM prepare a prompt and its images. Raises UserError if it refuses it, or makes other tokens of it."""
         from sampling.vllm_checks import check_expansion
 
         try:
@@ -343,65 +362,6 @@ class VLLMEngine:
             raise UserError(f"{prompt.source}: vLLM refuses the prompt: {error}") from error
         check_expansion(prompt, rendered["prompt_token_ids"])
         return rendered
-
-    def params(self, sampling: Sampling, n: int, seed: int, max_tokens: int) -> Any:
-        """Return vLLM's parameters of a request for `n` completions."""
-        return self.sampling_params(
-            n=n,
-            seed=seed,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            max_tokens=max_tokens,
-            ignore_eos=True,  # `stop_token_ids` lists all end tokens of the model
-            stop_token_ids=self.stop,
-            logprobs=0,  # return only the sampled token's log-probability
-            flat_logprobs=True,
-            detokenize=False,
-        )
-
-    def _continue(
-        self,
-        prompts: Sequence[Prompt],
-        seeds: Sequence[int],
-        sampling: Sampling,
-        continuation: Continuation,
-    ) -> list[list[Rollout]]:
-        """Continue completions, each in a request of its own; see `Engine.generate`.
-
-        vLLM prepares a prompt and its images once for all its completions.
-        """
-        from sampling.vllm_loop import request_seed, run_until
-
-        self.check_pixels_of(prompts, seeds)
-        rollouts = [list(group) for group in continuation.started]
-        indices = [(i, j) for i, group in enumerate(rollouts) for j, old in enumerate(group) if not old.finished]
-
-        def requests() -> Iterator[tuple[dict, Any]]:
-            for i, group in itertools.groupby(indices, lambda index: index[0]):
-                prompt = self.render(prompts[i])
-                for _, j in group:
-                    tokens = rollouts[i][j].ids.tolist()
-                    seed = request_seed(seeds[i], j, len(tokens))
-                    request = prompt | {"prompt_token_ids": prompt["prompt_token_ids"] + tokens}
-                    yield request, self.params(sampling, 1, seed, sampling.max_tokens - len(tokens))
-
-        def should_stop(ended: Set[int]) -> bool:
-            unfinished = {indices[k][0] for k in range(len(indices)) if k not in ended}
-            return continuation.should_stop([i not in unfinished for i in range(len(prompts))])
-
-        for (i, j), output in zip(indices, run_until(self.llm, requests(), len(indices), should_stop)):
-            old, reason = rollouts[i][j], output.finish_reason
-            ids = [*old.ids.tolist(), *output.ids]
-            logp = torch.cat([old.sampling_logp, torch.tensor(output.logprobs)])
-            text = self.processor.tokenizer.decode(ids[:-1] if reason == "stop" else ids) if reason else ""
-            text = prompts[i].opening + text if reason else ""
-            rollouts[i][j] = Rollout(torch.tensor(ids).long(), logp, reason == "length", text, reason is not None)
-        return rollouts
-
-    def check_pixels_of(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> None:
-        """Let vLLM see the images of `prompts` once, if it has seen none, so that their pixels are checked."""
-        if not self.pixels_checked and any(self._sends_images(prompt) for prompt in prompts):
-            self._generate(prompts, seeds, Sampling(1, 1))
 
     def _request(self, prompt: Prompt) -> dict[str, Any]:
         """Return a prompt as vLLM expects it, with the trainer's image features if vLLM accepts them, else with images.

@@ -129,6 +129,8 @@ class Prompt:
     expected_length: float = 0.0
     """Expected completion length in tokens. If the sampler cannot take all prompts at once, it starts with those that
     have the longest expected completions."""
+    extends: tuple[Prompt, Prompt] | None = None
+    """With turns, the prompt of the turn before and what follows it: a sampler prepares no picture twice."""
 
     @property
     def image_indices(self) -> Tensor:
@@ -143,16 +145,18 @@ class Trajectory(Prompt):
     `opening` is that of the last turn.
     """
 
-    sampled: Tensor = field(kw_only=True)  # (F,) whether the model sampled the token, bool; it only saw the others
+    loss_mask: Tensor = field(kw_only=True)
+    """(F,) bool: whether the model sampled the token, which the loss then trains; it only saw the others."""
     turns: list[Turn] = field(default_factory=list)  # the model's turns and, between them, what it saw
     turn_lengths: list[int] = field(default_factory=list)  # how many tokens the model sampled in each of its turns
+    state: bytes = b""  # of the environment, pickled
     num_calls: int = 0  # how often the environment answered
     num_failed: int = 0  # how many of these answers only said what went wrong
 
     @property
     def image_indices(self) -> Tensor:
         """The indices in `ids` of the image tokens. A placeholder that the model has sampled stands for no image."""
-        return ((self.ids == self.image_token) & ~self.sampled).nonzero()[:, 0]
+        return ((self.ids == self.image_token) & ~self.loss_mask).nonzero()[:, 0]
 
 
 @dataclass(frozen=True)
@@ -171,6 +175,30 @@ class RequestLimits:
 
     tokens: int  # maximum number of tokens in a prompt plus its completion
     images: int  # maximum number of images in a prompt
+
+
+@dataclass(frozen=True)
+class Request:
+    """A completion to sample, or the rest of one.
+
+    Its random numbers are those of the completion `index` of a prompt with `seed`, from the token on that is sampled
+    next: the first of `Sampling.max_tokens` if `max_tokens` is as large.
+    """
+
+    prompt: Prompt  # with turns, all before the present one
+    tokens: Tensor  # (L,) what the completion already has after `prompt`
+    seed: int
+    index: int
+    max_tokens: int  # how many tokens it may get at most
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a sampler has added to a request."""
+
+    ids: Tensor  # (L,) the sampled tokens, with the stop token
+    logp: Tensor  # (L,) the log-probability of each under the distribution that it was drawn from
+    reason: str | None = None  # "stop": it ends with a stop token; "length": it has `max_tokens`; None: interrupted
 
 
 @dataclass(frozen=True)

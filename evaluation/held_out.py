@@ -23,7 +23,7 @@ from evaluation.metrics import summarise
 from evaluation.scorer import Scorer
 from policy.model import Policy
 from rewards import TASKS
-from rollout import Engine, prompt_seed
+from rollout import Engine, prompt_seed, sample_completions
 
 PROGRESS = "predictions.part"  # holds the responses of an unfinished evaluation
 CHUNK = 256  # number of rows that a process encodes and samples at a time; limits the memory for their images
@@ -94,10 +94,10 @@ def sample_rows(
         seeds = [prompt_seed(flags.seed, index) for index, _ in local_rows]
         sampling = Sampling(flags.n, flags.max_completion_length, flags.temperature, flags.top_p)
         with distributed.shared_errors():  # vLLM's checks of the prompts
-            episodes = {}
+            episodes = None
             if processor.environment:
-                episodes["episodes"] = processor.environment.episodes([row for _, row in local_rows], processor)
-            groups = engine.generate(prompts, seeds, sampling, **episodes)
+                episodes = processor.environment.episodes([row for _, row in local_rows], processor)
+            groups = sample_completions(engine.generate, processor, prompts, seeds, sampling, episodes)
         new_outputs = distributed.gather_shards(list(map(_output, prompts, groups)))
         outputs += new_outputs
         if progress and console.is_main():

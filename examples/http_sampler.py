@@ -14,7 +14,7 @@ import torch
 
 from common import console, distributed
 from common.errors import UserError
-from common.records import Prompt, Rollout, Sampling
+from common.records import Output, Prompt, Request, Sampling
 from data import load_processor
 from policy.model import load_model
 from policy.sharding import sampler_weights
@@ -63,12 +63,9 @@ class HTTPEngine:
             if console.is_main():
                 self.ask("weights", weights)
 
-    def generate(self, prompts, seeds, sampling, continuation=None):
-        if continuation:
-            raise UserError("--engine http does not continue completions: leave --oversample out")
-        fields = [vars(prompt) | {"images": []} for prompt in prompts]
-        groups = self.ask("generate", {"prompts": fields, "seeds": list(seeds), "sampling": vars(sampling)})
-        return [[Rollout(**rollout) for rollout in group] for group in groups]
+    def generate(self, requests, sampling):
+        fields = [vars(each) | {"prompt": vars(each.prompt) | {"images": []}} for each in requests]
+        return [Output(**output) for output in self.ask("generate", {"requests": fields, "sampling": vars(sampling)})]
 
     def sleep(self):
         pass
@@ -87,9 +84,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/weights":
             engine.model.load_state_dict(request, strict=False)
         else:
-            prompts = [Prompt(**fields) for fields in request["prompts"]]
-            groups = engine.generate(prompts, request["seeds"], Sampling(**request["sampling"]))
-            answer = [[vars(rollout) for rollout in group] for group in groups]
+            requests = [Request(**fields | {"prompt": Prompt(**fields["prompt"])}) for fields in request["requests"]]
+            answer = [vars(output) for output in engine.generate(requests, Sampling(**request["sampling"]))]
         self.send_response(200)
         self.end_headers()
         self.wfile.write(pack(answer))

@@ -18,6 +18,7 @@ from data import encode_prompt, load_processor
 from packing import pack
 from policy.model import load_model, load_policy
 from rewards import count_reward
+from rollout import sample_completions
 from sampling.hf_engine import HFEngine
 
 
@@ -43,7 +44,8 @@ def main() -> None:
     show("", "patches of the picture", prompt.vision["pixel_values"])
     sampler.sync_weights(policy)
     show("line 6", "π_old: lm_head of the sampler", sampler.model.lm_head.weight)
-    (rollouts,) = sampler.generate([prompt], [0], Sampling(cfg.num_generations, 8))
+    how = Sampling(cfg.num_generations, max_tokens=8)
+    (rollouts,) = sample_completions(sampler.generate, processor, [prompt], [0], how)
     for rollout in rollouts:
         show("line 7", f"completion {rollout.text!r}"[:36], rollout.ids)
     rewards = torch.tensor([[count_reward(rollout.text, sample.answer) for rollout in rollouts]])

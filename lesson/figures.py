@@ -29,6 +29,7 @@ from lesson.check import attention_of
 from packing import PackedBatch, pack
 from parts.turns import use_environment
 from rewards import vqa_reward
+from rollout import sample_completions
 from sampling.hf_engine import HFEngine
 
 FOLDER = pathlib.Path(__file__).parent
@@ -183,7 +184,8 @@ def greedy(model: str, samples: list[Sample], processor: Processor) -> list[Roll
     policy = one.transformers.AutoModelForImageTextToText.from_pretrained(model).eval()
     prompts = encode_prompts(samples, processor)
     engine, episodes = HFEngine(policy, processor.tokenizer), processor.environment.episodes(samples, processor)
-    rollouts = engine.generate(prompts, [0] * len(samples), Sampling(1, 64, 0.0), episodes=episodes)
+    seeds, how = [0] * len(samples), Sampling(1, 64, 0.0)
+    rollouts = sample_completions(engine.generate, processor, prompts, seeds, how, episodes)
     return [rollout for (rollout,) in rollouts]
 
 

@@ -21,7 +21,7 @@ checkpoint.
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from common import distributed
 from common.errors import UserError
 from common.records import Prompt, Rollout
 from config import Config
-from sampling.continuation import NOT_STARTED, Continuation
+from rollout import NOT_STARTED
 from training import checkpoint
 from training.collect import Collector
 from training.prompt_stream import DrawnPrompt
@@ -164,24 +164,26 @@ class StoppingRule:
 
 
 def sample_until_enough(
-    sample: Callable[[Continuation], list[list[Rollout]]],
+    generate: Callable[..., list[list[Rollout]]],
     drawn: list[DrawnPrompt],
     local_indices: list[int],
     rule: StoppingRule,
 ) -> tuple[list[DrawnPrompt], list[DrawnPrompt]]:
     """Sample until enough of the prompts in `drawn` are complete. Call it on every process.
 
-    `local_indices` are those of the prompts that this process samples, and `sample` continues their completions.
-    Returns the prompts to train on and those that stay in flight, of all processes, oldest first.
+    `local_indices` are those of the prompts that this process samples, and `generate(started, should_stop)` lets their
+    completions go on. Returns the prompts to train on and those that stay in flight, of all processes, oldest first.
     """
     steps = [each.step for each in drawn]
     started = [drawn[i].rollouts or (NOT_STARTED,) * rule.num_generations for i in local_indices]
+    unfinished = [i for i, group in zip(local_indices, started) for old in group if not old.finished]
 
-    def should_stop(complete: list[bool]) -> bool:
-        is_complete = _gather_by_index(dict(zip(local_indices, complete)))
+    def should_stop(over: Set[int]) -> bool:
+        left = {i for number, i in enumerate(unfinished) if number not in over}
+        is_complete = _gather_by_index({i: i not in left for i in local_indices})
         return rule.choose(steps, [is_complete[i] for i in range(len(drawn))]) is not None
 
-    rollouts = sample(Continuation(started, should_stop))
+    rollouts = generate(started, should_stop)
     sampled = {
         i: tuple(_with_token_counts(new, old, rule.step) for new, old in zip(after, before))
         for i, before, after in zip(local_indices, started, rollouts)

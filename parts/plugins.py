@@ -136,7 +136,7 @@ def check_entries(cfg: Any) -> None:
         _check_algorithm(cfg)
     if rollout := sys.modules.get("rollout"):
         for name, entry in rollout.ENGINES.items():  # all: a plugin may also change the class of a sampler
-            rollout.ENGINES[name] = replace(entry, make=checked_maker(name, entry.make))
+            rollout.ENGINES[name] = replace(entry, make=checked_maker(name, entry))
 
 
 def _check_table(table: Any, name: str, kind: Any, flag: str, chosen: str | None) -> None:
@@ -263,43 +263,46 @@ def checked_optimizers(make: Callable) -> Callable:
     return checked
 
 
-def checked_maker(name: str, make: Callable) -> Callable:
-    """Return what makes a sampler that checks what it returns."""
+def checked_maker(name: str, entry: Any) -> Callable:
+    """Return what makes the sampler of `entry`, which then checks what it returns."""
     from rollout import Engine
 
     def checked(flags: Any, model: str, processor: Any, *others: Any) -> Any:
-        engine = make(flags, model, processor, *others)
+        engine = entry.make(flags, model, processor, *others)
         if not isinstance(engine, Engine):
             raise UserError(f"--engine {name}: it made a {type(engine).__name__}: see `Engine` in rollout.py")
-        arguments = "prompts, seeds, sampling, continuation"
+        arguments = "requests, sampling" + ", then=" * entry.then + ", should_stop=" * entry.should_stop
         generate = check_call(f"--engine {name}: generate", engine.generate, arguments)
 
-        def checked_generate(prompts: Sequence, seeds: Sequence, sampling: Any, *others: Any, **options: Any) -> Any:
-            groups = generate(prompts, seeds, sampling, *others, **options)
-            check_rollouts(groups, len(prompts), sampling, processor)
-            return groups
+        def checked_generate(requests: Sequence, sampling: Any, **options: Any) -> Any:
+            outputs = generate(requests, sampling, **options)
+            check_outputs(outputs, requests, processor)
+            return outputs
 
-        engine.generate = checked_generate  # type: ignore[method-assign]
+        engine.generate = checked_generate  # type: ignore[assignment, method-assign]
         return engine
 
     return checked
 
 
-def check_rollouts(groups: Any, number: int, sampling: Any, processor: Any) -> None:
-    """Raise UserError unless `groups` are what a sampler was asked for, for a `number` of prompts."""
-    length, vocabulary = sampling.max_tokens, processor.skeleton.get_input_embeddings().weight.shape[0]
-    lists = [each if isinstance(each, list) else [each] for each in (groups if isinstance(groups, list) else [groups])]
-    faults = [[_fault(each, length, vocabulary) for each in group] for group in lists]
-    if faults != [[""] * sampling.n] * number:
-        found = next((f", a completion of {fault}" for group in faults for fault in group if fault), "")
-        asked = f"{number} groups of {sampling.n} completions, of at most {length} tokens from 0 to {vocabulary - 1}"
-        raise UserError(f"the sampler returned groups of {[*map(len, lists)]}{found}; expected {asked}, each a Rollout")
+def check_outputs(outputs: Any, requests: Sequence, processor: Any) -> None:
+    """Raise UserError unless `outputs` are what a sampler was asked for."""
+    vocabulary, number = processor.skeleton.get_input_embeddings().weight.shape[0], len(requests)
+    if not (isinstance(outputs, list) and len(outputs) == number):
+        found = f"{len(outputs)} outputs" if isinstance(outputs, list) else f"a {type(outputs).__name__}"
+        raise UserError(f"the sampler returned {found}; expected a list of {number}, an Output for each request")
+    for output, request in zip(outputs, requests):
+        if fault := _fault(output, request.max_tokens, vocabulary):
+            expected = f"an Output of at most {request.max_tokens} tokens from 0 to {vocabulary - 1}"
+            raise UserError(f"the sampler returned {fault}; expected {expected}")
 
 
-def _fault(rollout: Any, longest: int, vocabulary: int) -> str:
-    """Return what a completion is, if it cannot be used; else ""."""
-    found = ", ".join(form(getattr(rollout, name, None)) for name in ("ids", "sampling_logp", "text"))
-    if not re.fullmatch(r"int64 (\(\d+,\)), float \1, a str", found):
+def _fault(output: Any, longest: int, vocabulary: int) -> str:
+    """Return what an output is, if it cannot be used; else ""."""
+    found = ", ".join(form(getattr(output, name, None)) for name in ("ids", "logp"))
+    if not re.fullmatch(r"int64 (\(\d+,\)), float \1", found):
         return found
-    is_inside = len(rollout.ids) <= longest and bool(((rollout.ids >= 0) & (rollout.ids < vocabulary)).all())
-    return "" if is_inside else f"{len(rollout.ids)} tokens, {str(rollout.ids)[:60]}"
+    if (reason := getattr(output, "reason", "")) not in ("stop", "length", None):
+        return f"the reason {reprlib.repr(reason)}"
+    is_inside = len(output.ids) <= longest and bool(((output.ids >= 0) & (output.ids < vocabulary)).all())
+    return "" if is_inside else f"{len(output.ids)} tokens, {str(output.ids)[:60]}"

@@ -2,14 +2,14 @@
 
 `HFEngine` has a copy of the policy. `PolicyEngine` samples from the policy itself.
 
-Shapes: B sequences (n per prompt), S prompt tokens (left-padded), V vocabulary, R position axes (3 with M-RoPE,
-otherwise 1).
+Shapes: B sequences, S tokens of a prompt and what follows it (left-padded), V vocabulary, R position axes (3 with
+M-RoPE, otherwise 1).
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+import itertools
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import torch
@@ -18,16 +18,18 @@ from torch import Tensor
 
 from common import console
 from common.errors import RunStopped
-from common.records import Prompt, Rollout, Sampling
+from common.records import Output, Prompt, Request, Sampling
 from packing import vision_inputs
 from policy.families import prepare
-from policy.forward import image_features, next_token_logits, plain_forward
+from policy.forward import next_token_logits, plain_forward
 from policy.lora import without_dropout
 from policy.model import Policy, stop_tokens
 from policy.sharding import sampler_weights, unsharded
-from sampling.continuation import NOT_STARTED, PAUSE_EVERY, Continuation, which_are_complete
 
 Tokenizer: TypeAlias = transformers.PreTrainedTokenizerBase
+PAUSE_EVERY = 16  # tokens after which a sampler asks whether there is enough
+THREADS = 16  # requests that ask at the same time what follows them
+NOTHING = Output(torch.empty(0, dtype=torch.long), torch.empty(0))
 
 
 class HFEngine:
@@ -57,143 +59,117 @@ class HFEngine:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
-        seeds: Sequence[int],
+        requests: Sequence[Request],
         sampling: Sampling,
-        continuation: Continuation | None = None,
-        episodes: Any = None,
-    ) -> list[list[Rollout]]:
-        started = continuation.started if continuation else [[NOT_STARTED] * sampling.n] * len(prompts)
-        should_stop = continuation.should_stop if continuation else None
-        rollouts = [list(group) for group in started]
-        first, paused = 0, should_stop is not None and should_stop(which_are_complete(rollouts))
-        with console.progress(desc="sampling", total=len(prompts), unit="prompt") as bar:
-            while first < len(prompts) and not paused:
-                sizes = [sum(not rollout.finished for rollout in group) for group in rollouts[first:]]
-                batch = range(first, first + max(1, sum(total <= self.max_sequences for total in accumulate(sizes))))
+        then: Callable[[int, Output], Request | None] | None = None,
+        should_stop: Callable[[Set[int]], bool] | None = None,
+    ) -> list[Output]:
+        """See `rollout.Engine.generate`.
+
+        What follows is sampled in rounds: the first turns of all completions, then all second ones. So the batches, and
+        with them the rounding, do not depend on how long `then` takes.
+        """
+        outputs: dict[int, Output] = {}
+        waiting, ended = dict(enumerate(requests)), set[int]()
+
+        def is_enough(over: Set[int]) -> bool:
+            return should_stop is not None and should_stop(ended if then else ended | over)
+
+        paused = is_enough(set())
+        while waiting and not paused:
+            sampled, paused = self._sample(waiting, sampling, is_enough if should_stop else None)
+            over = {i: output for i, output in sampled.items() if output.reason}
+            waiting = _followers(then, over) if then else {}
+            ended |= over.keys() - waiting.keys()
+            outputs |= sampled | dict.fromkeys(waiting, NOTHING)
+        while should_stop and not paused:  # other processes still sample
+            paused = is_enough(set())
+        return [outputs.get(i, NOTHING) for i in range(len(requests))]
+
+    def _sample(
+        self, requests: dict[int, Request], sampling: Sampling, is_enough: Callable[[Set[int]], bool] | None
+    ) -> tuple[dict[int, Output], bool]:
+        """Sample `requests` to their ends, as many at once as memory has room for.
+
+        Returns their outputs, and whether `is_enough` stopped it: that is given those which have ended.
+        """
+        outputs: dict[int, Output] = {}
+        with console.progress(desc="sampling", total=len(requests), unit="completion") as bar:
+            while len(outputs) < len(requests):
+                batch = list(requests)[len(outputs) : len(outputs) + self.max_sequences]
+
+                def pause(is_over: Tensor, before: Set[int] = outputs.keys(), batch: list[int] = batch) -> bool:
+                    return is_enough(before | {i for i, over in zip(batch, is_over.tolist()) if over})
+
                 with contextlib.suppress(torch.OutOfMemoryError):
-                    paused = self._continue(prompts, seeds, sampling, rollouts, batch, should_stop, episodes)
-                    first = batch.stop
-                    bar.update(first - bar.n)
+                    sampled, paused = self._decode([requests[i] for i in batch], sampling, is_enough and pause)
+                    outputs |= zip(batch, sampled)
+                    bar.update(len(batch))
+                    if paused:
+                        return outputs, True
                     continue
                 # Here, and not in an except clause: until it ends, the exception would keep the batch's tensors.
-                self._halve_batch(sum(sizes[: len(batch)]), sampling.n)
-        while should_stop and not paused:  # other processes still sample
-            paused = should_stop(which_are_complete(rollouts))
-        return rollouts
+                self._halve_batch(len(batch))
+        return outputs, False
 
-    def _halve_batch(self, sequences: int, n: int) -> None:
+    def _halve_batch(self, sequences: int) -> None:
         """From now on, sample at most half of `sequences` at once, for which the memory was too small.
 
-        Raises RunStopped if this is less than the `n` completions of one prompt.
+        Raises RunStopped if this is none.
         """
         self.max_sequences = sequences // 2
-        if self.max_sequences < n:
+        if not self.max_sequences:
             raise RunStopped(
-                "out of GPU memory in sampling. What helps: a smaller --num_generations, "
-                "--max_completion_length or --max_side",
-                status=1,
+                "out of GPU memory in sampling. What helps: a smaller --max_completion_length or --max_side", status=1
             )
         torch.cuda.empty_cache()
         console.log(f"out of GPU memory: sampling at most {self.max_sequences} sequences at once")
 
     @torch.no_grad()
-    def _continue(
-        self,
-        prompts: Sequence[Prompt],
-        seeds: Sequence[int],
-        sampling: Sampling,
-        rollouts: list[list[Rollout]],
-        batch: range,
-        should_stop: Callable[[list[bool]], bool] | None,
-        episodes: Any,
-    ) -> bool:
-        """Replace the `rollouts` of the prompts in `batch` by longer ones. Return whether `should_stop` stopped it."""
-        parts = list(_prefixes(rollouts, batch))
-        indices = [(i, j) for i, members, _ in parts for j in members]  # prompt, completion
-        if not indices:
-            return False
-        lengths = [len(rollouts[i][j].ids) for i, j in indices]
-        limits = sampling.max_tokens - torch.tensor(lengths, device=self.device)
-        of_prompt = {i: _uniforms(seeds[i], len(rollouts[i]), sampling.max_tokens) for i in batch}
-        unused = [of_prompt[i][j, length:] for (i, j), length in zip(indices, lengths)]
-        uniforms = torch.nn.utils.rnn.pad_sequence(unused, batch_first=True).to(self.device)
-
-        def pause(is_over: Tensor) -> bool:
-            over = dict(zip(indices, is_over.tolist()))
-            ends = [[r.finished or over.get((i, j), False) for j, r in enumerate(g)] for i, g in enumerate(rollouts)]
-            return should_stop([all(each) for each in ends])
-
-        prefixes = [(prompts[i], tokens, len(members)) for i, members, tokens in parts]
-        begun, feed = [], None
-        if episodes:
-            begun = [episodes.begin(i, prompts[i]) for i, _ in indices]
-            feed = episodes.environment.feed(begun, functools.partial(image_features, self.model))
-        ids, logps, new, stopped, paused = self._decode(
-            prefixes, uniforms, limits, sampling, pause if should_stop else None, feed
-        )
-        truncated = ~stopped & (new == limits.cpu())
-        for b, (i, j) in enumerate(indices):
-            if episodes:
-                rollouts[i][j] = begun[b].rollout
-                continue
-            old, length = rollouts[i][j], new[b]
-            ended, cut = stopped[b].item(), truncated[b].item()
-            tokens = torch.cat([old.ids, ids[b, :length]])
-            logp = torch.cat([old.sampling_logp, logps[b, :length]])
-            text = prompts[i].opening + self.tokenizer.decode(tokens[:-1] if ended else tokens) if ended or cut else ""
-            rollouts[i][j] = Rollout(tokens, logp, cut, text, ended or cut)
-        return paused
-
     def _decode(
-        self,
-        prefixes: list[tuple[Prompt, Tensor, int]],
-        uniforms: Tensor,
-        limits: Tensor,
-        sampling: Sampling,
-        pause: Callable[[Tensor], bool] | None,
-        feed: Any,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
-        """Sample until every sequence has a stop token or `limits` (B,) tokens, or until `pause` returns True.
+        self, requests: list[Request], sampling: Sampling, pause: Callable[[Tensor], bool] | None
+    ) -> tuple[list[Output], bool]:
+        """Sample until every request has a stop token or `max_tokens`, or until `pause` returns True.
 
-        `prefixes`: see `_prefill`. `uniforms` (B, tokens) decides each token. `pause` is called now and then with the
-        sequences that have ended, as (B,). `feed` gives tokens to sequences that go on after a stop token. Returns
-        tokens and log-probabilities (B, tokens), the number of tokens that each sequence has sampled and whether it
-        ended with a stop token, as (B,), all in host memory, and whether it was paused.
+        `pause` is called now and then with the sequences that have ended, as (B,). Returns the outputs, and whether it
+        was paused.
         """
-        logits, cache, mask, position = self._prefill(prefixes)
-        images: dict[str, Any] = {"vision": {}, "image_tokens": None}
+        limits = torch.tensor([request.max_tokens for request in requests], device=self.model.device)
+        uniforms = _uniforms(requests, sampling).to(limits.device)
+        logits, cache, mask, position = self._prefill(_prefixes(requests))
         ids: list[Tensor] = []
         logps, paused = [], False
         stop = self.stop.to(logits.device)
-        stopped = is_fed = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)  # (B,)
+        stopped = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)  # (B,)
         lengths = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
         while True:
-            uniform = uniforms.gather(1, lengths[:, None].clamp(max=uniforms.shape[1] - 1))[:, 0]
-            token, logp = sample(logits, uniform, sampling.temperature, sampling.top_p)
-            if feed:
-                token, position, is_fed, images = feed.insert(token, position)
+            token, logp = sample(logits, uniforms[:, len(ids)], sampling.temperature, sampling.top_p)
             ids.append(token)
             logps.append(logp)
-            running = ~stopped & ~is_fed & (lengths < limits)
+            running = ~stopped & (lengths < limits)
             lengths += running
             stopped = stopped | (running & torch.isin(token, stop))
-            if feed:
-                stopped = feed.take(token, logp, running, stopped, limits - lengths)
             is_over = stopped | (lengths >= limits)
             if pause and len(ids) % PAUSE_EVERY == 0:
                 paused = pause(is_over)
             if paused or is_over.all():
-                return torch.stack(ids, 1).cpu(), torch.stack(logps, 1).cpu(), lengths.cpu(), stopped.cpu(), paused
+                break
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
             logits, cache = self._forward(
                 input_ids=token[:, None],
                 position_ids=position[..., None],
                 attention_mask=mask,
                 past_key_values=cache,
-                **images,
+                vision={},
+                image_tokens=None,
             )
             position = position + 1
+        table, logp_table = torch.stack(ids, 1).cpu(), torch.stack(logps, 1).cpu()  # (B, tokens)
+        reasons = [
+            "stop" if end else "length" if over else None for end, over in zip(stopped.tolist(), is_over.tolist())
+        ]
+        rows = zip(table, logp_table, lengths.tolist(), reasons)
+        return [Output(tokens[:n], logp[:n], reason) for tokens, logp, n, reason in rows], paused
 
     def _forward(self, **inputs: Any) -> tuple[Tensor, transformers.Cache]:
         return next_token_logits(self.model, **inputs)
@@ -205,7 +181,7 @@ class HFEngine:
         cache, the mask (B, S) and the next position: (3, B) with M-RoPE, else (B,).
         """
         lengths = [len(p.ids) + len(tokens) for p, tokens, _ in prefixes]
-        unpadded = [_continued_position_ids(p, len(tokens)) for p, tokens, _ in prefixes]  # (R, S) each
+        unpadded = [continued_position_ids(p, len(tokens)) for p, tokens, _ in prefixes]  # (R, S) each
 
         def left_pad(x: Tensor) -> Tensor:
             return torch.nn.functional.pad(x, (max(lengths) - x.shape[-1], 0))
@@ -255,7 +231,7 @@ class PolicyEngine(HFEngine):
     def wake_up(self) -> None:
         torch.cuda.empty_cache()
 
-    def generate(self, *args: Any, **options: Any) -> list[list[Rollout]]:
+    def generate(self, *args: Any, **options: Any) -> list[Output]:
         with unsharded(self.policy), plain_forward(self.policy.model), without_dropout(self.policy):
             return super().generate(*args, **options)
 
@@ -263,30 +239,40 @@ class PolicyEngine(HFEngine):
         return self.policy.next_token_logits(**inputs)
 
 
-def _prefixes(rollouts: list[list[Rollout]], batch: range) -> Iterator[tuple[int, list[int], Tensor]]:
-    """Yield what to prefill: a prompt's index, which of its completions, and their tokens so far, as (L,).
-
-    Completions that have not started share a prefix.
-    """
-    for i in batch:
-        unfinished = [(j, rollout) for j, rollout in enumerate(rollouts[i]) if not rollout.finished]
-        if fresh := [j for j, rollout in unfinished if not len(rollout.ids)]:
-            yield i, fresh, NOT_STARTED.ids
-        for j, rollout in unfinished:
-            if len(rollout.ids):
-                yield i, [j], rollout.ids
+def _followers(then: Callable[[int, Output], Request | None], ended: dict[int, Output]) -> dict[int, Request]:
+    """Return what follows each request that has `ended`, if something does."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        answers = list(pool.map(then, ended.keys(), ended.values()))
+    return {i: request for i, request in zip(ended, answers) if request}
 
 
-def _continued_position_ids(prompt: Prompt, tokens: int) -> Tensor:
+def _prefixes(requests: list[Request]) -> list[tuple[Prompt, Tensor, int]]:
+    """Return what to prefill for each request; completions of a prompt that have not started share it (`_prefill`)."""
+
+    def prefix_of(numbered: tuple[int, Request]) -> tuple[int, int]:
+        number, request = numbered
+        return id(request.prompt), number if len(request.tokens) else -1
+
+    groups = (list(group) for _, group in itertools.groupby(enumerate(requests), prefix_of))
+    return [(group[0][1].prompt, group[0][1].tokens, len(group)) for group in groups]
+
+
+def continued_position_ids(prompt: Prompt, tokens: int) -> Tensor:
     """Return the position ids (R, S) of `prompt` and of `tokens` tokens that follow it."""
     following = prompt.position_ids.max() + 1 + torch.arange(tokens)
     return torch.cat([prompt.position_ids, following.expand(len(prompt.position_ids), -1)], dim=1)
 
 
-def _uniforms(seed: int, n: int, max_tokens: int) -> Tensor:
-    """Return (n, max_tokens) random numbers in [0, 1) for one prompt. A larger `max_tokens` only appends numbers."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(max_tokens, n, generator=generator, dtype=torch.float64).T
+def _uniforms(requests: list[Request], sampling: Sampling) -> Tensor:
+    """Return (B, tokens) random numbers in [0, 1), padded with zeros. Larger limits only append numbers."""
+
+    def of_prompt(seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.rand(sampling.max_tokens, sampling.n, generator=generator, dtype=torch.float64)
+
+    numbers = {seed: of_prompt(seed) for seed in {request.seed for request in requests}}
+    rows = [numbers[each.seed][sampling.max_tokens - each.max_tokens :, each.index] for each in requests]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
 def sample(logits: Tensor, uniform: Tensor, temperature: float, top_p: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -1,65 +1,168 @@
-"""Running vLLM's engine until enough of its requests have ended, for partial rollouts."""
+"""Running requests in vLLM, and what follows them: turns, and what is left of partial rollouts."""
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
+import torch
 
-from sampling.continuation import PAUSE_EVERY
+from common import console
+from common.errors import UserError
+from common.records import Output, Prompt, Request
+from sampling.hf_engine import NOTHING, PAUSE_EVERY, THREADS
 
 ADDED_TOGETHER = 32  # requests that are prepared on the host while the GPU works on the iteration before
+GATHER = 0.2  # seconds in which turns that become ready begin together, if vLLM has nothing to do
 
 
-@dataclass(frozen=True)
-class Output:
-    """What vLLM has sampled for a request with one completion."""
+class RequestLoop:
+    """Runs requests of one completion each to their ends, or until there is enough."""
 
-    ids: Sequence[int] = ()  # sampled tokens
-    logprobs: Sequence[float] = ()  # their log-probabilities
-    finish_reason: str | None = None  # stop, length, or None if the request has not ended
+    def __init__(
+        self,
+        llm: Any,
+        requests: Sequence[Request],
+        render: Callable[[Prompt], dict],
+        params: Callable[[Request], Any],
+        then: Callable[[int, Output], Request | None] | None = None,
+        should_stop: Callable[[Set[int]], bool] | None = None,
+    ):
+        """`render` makes an `EngineInput` of a prompt, and `params` `SamplingParams`. The rest: `Engine.generate`."""
+        self.engine, self.render, self.params, self.then = llm.llm_engine, render, params, then
+        self.requests = list(requests)  # the last one in the place of each
+        self.outputs: dict[int, Output] = {}  # of the last requests, if they have ended
+        self.over: set[int] = set()  # with nothing that follows
+        self.should_stop = should_stop or (lambda over: len(over) == len(requests))
+        longest_first = sorted(range(len(requests)), key=lambda i: -requests[i].prompt.expected_length)
+        self.waiting = deque(longest_first)  # requests that have not begun
+        self.prepared: dict[int, dict] = {}  # the `EngineInput` of each prompt, by its id
+        self.answered: SimpleQueue[Future[tuple[int, Request | None]]] = SimpleQueue()
+        self.in_threads = 0  # requests whose `then` has not been taken
+
+    def run(self) -> list[Output]:
+        """Return the outputs in order. Raises UserError if vLLM refuses a request, and gives the others up.
+
+        `should_stop` is asked every `PAUSE_EVERY` iterations, also if this process has nothing left to do, so that
+        several processes can ask each other. What has not ended then is aborted.
+        """
+        pool = ThreadPoolExecutor(THREADS)
+        progress = console.progress(desc="sampling", total=len(self.requests), unit="completion")
+        try:
+            with progress as bar:
+                for iteration in itertools.count():
+                    if iteration % PAUSE_EVERY == 0:
+                        self._follow()
+                        if self.should_stop(self.over):
+                            break
+                    for _ in range(min(ADDED_TOGETHER, len(self.waiting))):
+                        self._add(self.waiting.popleft())
+                    for output in self.engine.step() if self.engine.has_unfinished_requests() else ():
+                        if output.finished:
+                            self._end(output, pool)
+                    bar.update(len(self.over) - bar.n)
+            while self.in_threads:  # they have turns that must not be forgotten
+                self._take(self.answered.get())
+            self._interrupt()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            self.engine.abort_request([*self.engine.output_processor.request_states], internal=True)
+        return [self.outputs.get(i, NOTHING) for i in range(len(self.requests))]
+
+    def _add(self, i: int) -> None:
+        """Let vLLM begin request `i`."""
+        from vllm.sampling_params import RequestOutputKind
+
+        request, params = self.requests[i], self.params(self.requests[i])
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        prompt = self._prepare(request.prompt)
+        inputs = prompt | {"prompt_token_ids": prompt["prompt_token_ids"] + request.tokens.tolist()}
+        try:
+            self.engine.add_request(str(i), inputs, params)
+        except ValueError as error:
+            raise UserError(f"{request.prompt.source}: vLLM refuses the request: {error}") from error
+
+    def _prepare(self, prompt: Prompt) -> dict:
+        """Return a prompt as vLLM takes it. It is rendered once; of a later turn's prompt, only what is new is."""
+        if id(prompt) not in self.prepared:
+            if prompt.extends:
+                before, added = prompt.extends
+                self.prepared[id(prompt)] = joined(self._prepare(before), self.render(added))
+            else:
+                self.prepared[id(prompt)] = self.render(prompt)
+        return self.prepared[id(prompt)]
+
+    def _end(self, output: Any, pool: ThreadPoolExecutor) -> None:
+        """Take the output of a request that has ended, and ask in a thread what follows it."""
+        i, (sampled,) = int(output.request_id), output.outputs
+        ids, logp = torch.tensor([*sampled.token_ids]), torch.tensor([*sampled.logprobs.logprobs])
+        self.outputs[i] = Output(ids, logp, sampled.finish_reason)
+        if then := self.then:
+            self.in_threads += 1
+            pool.submit(lambda: (i, then(i, self.outputs[i]))).add_done_callback(self.answered.put)
+        else:
+            self.over.add(i)
+
+    def _follow(self) -> None:
+        """Begin what follows requests that have ended. If vLLM is idle, wait for one, and shortly for others.
+
+        An iteration in which a request begins takes several times as long as one that only decodes. Therefore, requests
+        are added together, every few iterations.
+        """
+        is_busy = self.engine.has_unfinished_requests() or bool(self.waiting)
+        timeout, until = 0.0 if is_busy else None, 0.0
+        while self.in_threads:
+            try:
+                self._take(self.answered.get(timeout=timeout))
+            except Empty:
+                break
+            if not is_busy:
+                until = until or time.monotonic() + GATHER
+                timeout = max(0.0, until - time.monotonic())
+
+    def _take(self, answer: Future[tuple[int, Request | None]]) -> None:
+        """Let the request that follows another one wait for its beginning."""
+        self.in_threads -= 1
+        i, request = answer.result()
+        if request:
+            self.requests[i] = request
+            del self.outputs[i]
+            self.waiting.append(i)
+        else:
+            self.over.add(i)
+
+    def _interrupt(self) -> None:
+        """Take what unfinished requests have sampled from vLLM's own records."""
+        scheduler = self.engine.engine_core.engine_core.scheduler
+        if hasattr(scheduler, "pop_unsent"):  # that of parts/fast
+            self.engine.output_processor.process_outputs(scheduler.pop_unsent())
+        for state in self.engine.output_processor.request_states.values():
+            ids, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs.logprobs
+            self.outputs[int(state.external_req_id)] = Output(torch.tensor([*ids]).long(), torch.tensor([*logprobs]))
 
 
-def run_until(
-    llm: Any, requests: Iterable[tuple[dict, Any]], count: int, should_stop: Callable[[Set[int]], bool]
-) -> list[Output]:
-    """Run `count` requests (`EngineInput` and `SamplingParams`) until `should_stop`. Return the outputs in order.
+def request_seed(request: Request, max_tokens: int) -> int:
+    """Return vLLM's seed for `request`, of a completion of at most `max_tokens` tokens.
 
-    It gets the indices of the requests that have ended. It is called every `PAUSE_EVERY` iterations, even if this
-    process has nothing left to do, so that several processes can call each other. Requests that have not ended are
-    then aborted; what they have sampled is read from vLLM's own records before.
+    vLLM starts its random numbers anew with every request, so the same seed would repeat those of the first one.
     """
-    from vllm.sampling_params import RequestOutputKind
-
-    engine, waiting = llm.llm_engine, enumerate(requests)
-    outputs: dict[int, Output] = {}
-    for iteration in itertools.count():
-        if iteration % PAUSE_EVERY == 0 and should_stop(outputs.keys()):
-            break
-        for k, (request, params) in itertools.islice(waiting, ADDED_TOGETHER):
-            params.output_kind = RequestOutputKind.FINAL_ONLY
-            engine.add_request(str(k), request, params)
-        for output in engine.step() if len(outputs) < count else ():
-            if output.finished:
-                (sampled,) = output.outputs
-                outputs[int(output.request_id)] = Output(
-                    sampled.token_ids, sampled.logprobs.logprobs, sampled.finish_reason
-                )
-    scheduler = engine.engine_core.engine_core.scheduler
-    if hasattr(scheduler, "pop_unsent"):  # that of parts/fast
-        engine.output_processor.process_outputs(scheduler.pop_unsent())
-    states = engine.output_processor.request_states  # of the requests that have not ended, by vLLM's names for them
-    for state in states.values():
-        ids, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs.logprobs
-        outputs[int(state.external_req_id)] = Output([*ids], [*logprobs])
-    engine.abort_request([*states], internal=True)
-    return [outputs.get(k, Output()) for k in range(count)]
+    key = [request.seed, request.index, max_tokens - request.max_tokens]
+    return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
-def request_seed(seed: int, completion: int, tokens: int) -> int:
-    """Return the seed of a request that continues a completion, given its prompt's seed, its index and its length.
-
-    vLLM starts its random numbers anew with every request, so the same seed would repeat those of the first request.
-    """
-    return int(np.random.SeedSequence([seed, completion, tokens]).generate_state(1)[0])
+def joined(before: dict, added: dict) -> dict:
+    """Return the `EngineInput` of two prompts, one after the other."""
+    ids = before["prompt_token_ids"]
+    both = before | {"prompt_token_ids": ids + added["prompt_token_ids"]}
+    if added["type"] == "multimodal":
+        moved = [replace(place, offset=place.offset + len(ids)) for place in added["mm_placeholders"]["image"]]
+        both["type"] = "multimodal"
+        for name, each in (added | {"mm_placeholders": {"image": moved}}).items():
+            if name.startswith("mm_"):
+                both[name] = {"image": [*before.get(name, {"image": []})["image"], *each["image"]]}
+    return both

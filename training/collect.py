@@ -6,7 +6,7 @@ rollouts, a run has a `PartialCollector` instead (parts/partial.py).
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +20,7 @@ from config import Config
 from evaluation.scorer import Scorer
 from policy.model import Policy, cache_image_features
 from rewards import MAX_UNSCORED
-from rollout import Engine, prompt_seed
-from sampling.continuation import Continuation
+from rollout import Engine, prompt_seed, sample_completions
 from training.metrics import Clock, sampling_metrics
 from training.offsets import in_tokens
 from training.prompt_stream import DrawnPrompt, PromptStream
@@ -163,16 +162,25 @@ class Collector:
         return [replace(each, rollouts=tuple(sampled.get(i, ()))) for i, each in enumerate(drawn)]
 
     def generate(
-        self, drawn: list[DrawnPrompt], prompts: list[Prompt], continuation: Continuation | None = None
+        self,
+        drawn: list[DrawnPrompt],
+        prompts: list[Prompt],
+        started: Sequence[Sequence[Rollout]] = (),
+        should_stop: Callable[[Set[int]], bool] | None = None,
     ) -> list[list[Rollout]]:
-        """Let the sampler generate for `drawn`, encoded as `prompts`; a seed depends on the prompt's position alone."""
+        """Let the sampler generate for `drawn`, encoded as `prompts`; a seed depends on the prompt's position alone.
+
+        `started`: see `sample_completions`; `should_stop`: see `Engine.generate`.
+        """
         seeds = [prompt_seed(self.cfg.seed, each.position) for each in drawn]
         sampling = Sampling(self.cfg.num_generations, self.cfg.max_completion_length, self.cfg.temperature)
-        episodes: dict[str, Any] = {}
-        if environment := self.stream.processor.environment:
-            rows = self.stream.rows(drawn)
-            episodes["episodes"] = environment.episodes(rows, self.stream.processor, self.add_features)
-        return self.engine.generate(prompts, seeds, sampling, continuation, **episodes)
+        processor, episodes = self.stream.processor, None
+        if processor.environment:
+            episodes = processor.environment.episodes(self.stream.rows(drawn), processor, self.add_features)
+        generate = self.engine.generate
+        if should_stop:
+            generate = functools.partial(generate, should_stop=should_stop)
+        return sample_completions(generate, processor, prompts, seeds, sampling, episodes, started)
 
     def _gather(self, groups: list[ScoredGroup], rows: list[int]) -> list[list[Rewards]]:
         """Gather the rewards of all processes' groups, in prompt order, and record them and the completions' lengths.

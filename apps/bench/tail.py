@@ -15,7 +15,7 @@ import pathlib
 import sys
 import time
 from concurrent.futures import wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -28,12 +28,10 @@ from lengths import log_normal_length
 
 import grpo
 from common import cli, console, distributed
-from common.records import Sampling
+from common.records import Output, Request, Sampling
 from data import load_split
 from rollout import Engine
-from sampling.continuation import NOT_STARTED, Continuation
-from sampling.hf_engine import HFEngine, _prefixes
-from sampling.vllm_loop import request_seed
+from sampling.hf_engine import HFEngine
 from training.prompt_stream import PromptStream
 from training.run import Run, collector_of
 
@@ -110,7 +108,7 @@ class Occupancy:
         def timed_decode(*args):
             times.clear()
             result = decode(*args)
-            lengths = result[2]
+            lengths = torch.tensor([len(output.ids) for output in result[0]])
             self.points += [(at, int((lengths > token).sum())) for token, at in enumerate(times)]
             return result
 
@@ -129,37 +127,14 @@ class ForcedLengths:
 
     def __init__(self, engine: Engine, cfg: Config):
         self.cfg, self._generate = cfg, engine.generate
-        self.left: dict[int, int] = {}  # vLLM: tokens left to each request, by its seed
         engine.stop, engine.generate = engine.stop[:0], self.generate
-        if isinstance(engine, HFEngine):
-            self._continue, self._decode = engine._continue, engine._decode
-            engine._continue, engine._decode = self.continue_batch, self.decode
-        else:
-            self._params, engine._params = engine._params, self.params
 
-    def length(self, seed: int, completion: int) -> int:
-        return log_normal_length((seed, completion), self.cfg.median, self.cfg.sigma, self.cfg.cap)
-
-    def generate(self, prompts, seeds, sampling, continuation=None):
-        """A request for several completions has one limit for all, so continue completions that have not started."""
-        not_started = [[NOT_STARTED] * sampling.n] * len(prompts)
-        continuation = continuation or Continuation(not_started, all)
-        for seed, group in zip(seeds, continuation.started):
-            for j, done in enumerate(len(rollout.ids) for rollout in group):
-                self.left[request_seed(seed, j, done)] = self.length(seed, j) - done
-        return self._generate(prompts, seeds, sampling, continuation)
-
-    def params(self, sampling: Sampling, n: int, seed: int, max_tokens: int) -> object:
-        return self._params(sampling, n, seed, self.left.pop(seed, max_tokens))
-
-    def continue_batch(self, prompts, seeds, sampling, rollouts, batch, *rest):
-        indices = [(i, j) for i, members, _ in _prefixes(rollouts, batch) for j in members]
-        self.limits = [self.length(seeds[i], j) - len(rollouts[i][j].ids) for i, j in indices]
-        return self._continue(prompts, seeds, sampling, rollouts, batch, *rest)
-
-    def decode(self, prefixes, uniforms, limits, *rest):
-        limits.copy_(torch.tensor(self.limits))  # in place: the sampler compares the lengths with them afterwards
-        return self._decode(prefixes, uniforms, limits, *rest)
+    def generate(self, requests: list[Request], sampling: Sampling, **others: object) -> list[Output]:
+        cfg = self.cfg
+        lengths = [log_normal_length((each.seed, each.index), cfg.median, cfg.sigma, cfg.cap) for each in requests]
+        pairs = zip(requests, lengths)
+        limited = [replace(each, max_tokens=length - len(each.tokens)) for each, length in pairs]
+        return self._generate(limited, sampling, **others)
 
 
 def restart(run: Run, data: str, oversample: float, steps: int) -> None:

@@ -11,11 +11,10 @@ the time of its rollout divided by that of three plain rollouts. The results are
 
 import pathlib
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
-import torch
-from torch import Tensor
 
 HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
@@ -23,9 +22,8 @@ import speed
 
 import grpo
 from common import cli, console, plugins
+from common.records import Output, Request, Sampling
 from data import load_split, processor_for
-from parts.turns.episodes import Episode
-from parts.turns.feed import Feed
 from rollout import Engine
 from training.prompt_stream import PromptStream
 from training.run import Run
@@ -63,18 +61,18 @@ class Config(speed.BenchFlags):
 
 def force_turns(engine: Engine, tokens: int) -> None:
     """Let every turn end after `tokens` tokens, as if the last one were a stop token."""
-    step, take = Episode.step, Feed.take
+    generate = engine.generate
 
-    def full_step(self: Episode, ids: Tensor, logp: Tensor, stopped: bool, room: int) -> bool:
-        return step(self, ids, logp, len(ids) == tokens, room)
+    def limited(request: Request | None) -> Request | None:
+        return request and replace(request, max_tokens=min(request.max_tokens, tokens))
 
-    def full_take(self: Feed, token: Tensor, logp: Tensor, running: Tensor, stopped: Tensor, room: Tensor) -> Tensor:
-        is_full = torch.tensor([len(turn) + 1 == tokens for turn in self.turns], device=stopped.device)
-        return take(self, token, logp, running, stopped | (running & is_full), room)
+    def full_turns(requests: list[Request], sampling: Sampling, then: Callable) -> list[Output]:
+        def full_then(i: int, output: Output) -> Request | None:
+            return limited(then(i, replace(output, reason="stop")))
 
-    Episode.step, Feed.take = full_step, full_take  # type: ignore[method-assign]
-    if params := getattr(engine, "params", None):  # vLLM's, of a request for one turn
-        engine.params = lambda sampling, n, seed, limit: params(sampling, n, seed, min(limit, tokens))
+        return generate([*map(limited, requests)], sampling, full_then)
+
+    engine.generate = full_turns  # type: ignore[method-assign]
 
 
 def measure(run: Run, data: str, cfg: Config, name: str) -> dict[str, float]:

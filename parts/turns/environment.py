@@ -10,14 +10,12 @@ from torch import Tensor
 from common import plugins
 from common.environments import ENVIRONMENTS
 from common.errors import UserError, find_entry
-from common.records import Group, Prompt, Rollout, Sample, Sampling
+from common.records import Group, Prompt, Rollout, Sample
 from common.templates import control_tokens, variable_names
 from data import Processor
 from grading.calls import parameters
-from parts.turns.episodes import MAX_IMAGES, Episode, Episodes
-from parts.turns.feed import Feed
+from parts.turns.episodes import MAX_IMAGES, Episodes
 from parts.turns.metrics import difference_by_turn, turn_metrics
-from parts.turns.vllm_episodes import sample_episodes
 
 
 @dataclass(frozen=True)
@@ -44,16 +42,6 @@ class RunEnvironment:
     ) -> Episodes:
         """Return the episodes about `samples`, for `Engine.generate`; see `Episodes`."""
         return Episodes(samples, processor, add_features)
-
-    def feed(self, begun: Sequence[Episode], features_of: Callable[[dict[str, Tensor]], Tensor]) -> Feed:
-        """Return what feeds the sequences of a batch between their turns; see `Feed`."""
-        return Feed(begun, features_of)
-
-    def sample_in_vllm(
-        self, episodes: Episodes, engine: Any, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
-    ) -> list[list[Rollout]]:
-        """Sample `episodes` about `prompts` with a `VLLMEngine`, each turn in a request of its own."""
-        return sample_episodes(episodes, engine, prompts, seeds, sampling)
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return the metrics of this process's completions."""

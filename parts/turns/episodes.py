@@ -1,14 +1,16 @@
 """Episodes of several turns: the model samples a turn, an environment answers it, and so on (docs/turns.md).
 
-`Episodes` begins an `Episode` for each completion. A sampler hands every turn to `Episode.step`, which lets the
-environment answer in a worker process, and continues with the tokens that it returns. Nothing is tokenized twice: the
-trajectory is what was sampled and, in between, what the chat template writes for the answers.
+`Episodes` begins an `Episode` for each completion. A sampler hands every turn to its `then`, which lets the environment
+answer in a worker process, and returns the request for the next turn. Nothing is tokenized twice: the trajectory is
+what was sampled and, in between, what the chat template writes for the answers.
 """
 
 import functools
 import os
 import pickle
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,15 +20,15 @@ from torch import Tensor
 import rewards
 from common import console, distributed
 from common.errors import CallFailed
-from common.records import TAG, Prompt, Rollout, Sample, Trajectory, Turn
+from common.records import TAG, Output, Prompt, Request, Rollout, Sample, Trajectory, Turn
 from data import Processor, digest_of, expand_images, prompt_position_ids
 from grading.calls import ROOT, killable_workers
 from inputs import images as image_files
 from inputs.images import fit_image, read_source
 from parts.turns.replies import encode_reply, reply_role
+from sampling.hf_engine import NOTHING, continued_position_ids
 
 MAX_IMAGES = 8  # in an answer
-THREADS = 16  # episodes that ask their environment at the same time
 MAX_REPORTS = 10  # different reasons why calls have failed that a process prints
 TAKE_TURN = f"{ROOT}/parts/turns/worker.py:take_turn"
 
@@ -44,10 +46,32 @@ class Episodes:
         self.samples, self.processor, self.add_features = samples, processor, add_features
         self.environment, self.reply_role = processor.environment, reply_role(processor)
         self.workers = _workers(self.environment.function)
+        self.begun: list[Episode] = []  # in the order of the sampler's requests
+        self.without_features: list[Prompt] = []
+        self.tower = threading.Lock()
 
-    def begin(self, row: int, prompt: Prompt) -> "Episode":
-        """Begin an episode about `samples[row]`, which was encoded as `prompt`."""
-        return Episode(self, self.samples[row], prompt)
+    def begin(self, row: int, request: Request, old: Rollout) -> Request:
+        """Begin an episode about `samples[row]`, or let `old` go on. Returns the request for its turn."""
+        self.begun.append(Episode(self, self.samples[row], request, old))
+        return self.begun[-1].request
+
+    def then(self, number: int, output: Output) -> Request | None:
+        """Let an episode take the turn that has ended; return the request for its next one (`Engine.generate`)."""
+        return self.begun[number].then(output)
+
+    def end(self, number: int, output: Output) -> Rollout:
+        """Return what was sampled in an episode, of whose last turn a sampler has returned `output`."""
+        return self.begun[number].rollout(output)
+
+    def see(self, prompt: Prompt) -> None:
+        """Add the features of its pictures to `prompt`, together with others that wait for the vision tower."""
+        if not (self.add_features and prompt.images):
+            return
+        self.without_features.append(prompt)
+        with self.tower:
+            waiting, self.without_features = self.without_features, []
+            if waiting:
+                self.add_features(waiting)
 
     def ask(self, state: bytes, fields: dict[str, Any]) -> Any:
         """Let the environment answer a turn. Returns CallFailed if it raises, is too slow or answers with too much."""
@@ -79,18 +103,62 @@ def _workers(function: str) -> Any:
 class Episode:
     """One completion of several turns."""
 
-    def __init__(self, episodes: Episodes, sample: Sample, prompt: Prompt):
-        self.episodes, self.sample, self.prompt = episodes, sample, prompt
-        self.state = pickle.dumps({})  # of the environment
-        self.reward, self.text = 0.0, ""
-        self.is_truncated = False  # whether it was cut off by the number of turns, or of tokens
-        self.logp = torch.empty(0)  # of the sampled tokens
-        self.added = prompt  # what the last step has added to the trajectory for the model to see, as a prompt
-        self.pictures: list[Prompt] = []  # all that steps have added with images
-        none = torch.empty(0, dtype=torch.long)
-        positions, sampled = prompt.position_ids[:, :0], none.bool()
-        self.trajectory = Trajectory(
-            none, [], positions, opening=prompt.opening, image_token=episodes.processor.image_token_id, sampled=sampled
+    def __init__(self, episodes: Episodes, sample: Sample, request: Request, old: Rollout):
+        """`request` asks for the completion, of which an earlier step may have sampled `old`."""
+        self.episodes, self.sample, self.prompt = episodes, sample, request.prompt
+        self.trajectory = self._empty_trajectory()
+        self.reward, self.text = old.env_reward, old.text
+        self.is_over = self.is_truncated = False  # truncated: it was cut off by the number of turns, or of tokens
+        if old.trajectory:
+            turns, lengths = [*old.trajectory.turns], [*old.trajectory.turn_lengths]
+            self.trajectory = replace(old.trajectory, turns=turns, turn_lengths=lengths)
+            add_vision(self.trajectory, episodes.processor)
+            episodes.see(self.trajectory)
+            request = replace(request, prompt=self._joined(self.prompt, self.trajectory))
+        sampled = sum(self.trajectory.turn_lengths)  # the rest is of a turn that was interrupted
+        self.logp, self.logp_before = old.sampling_logp[:sampled], old.sampling_logp[sampled:]
+        self.max_tokens = request.max_tokens + len(old.ids)  # of all turns
+        self.request = replace(request, tokens=old.ids[sampled:])
+
+    def _empty_trajectory(self) -> Trajectory:
+        prompt, none, token = self.prompt, NOTHING.ids, self.episodes.processor.image_token_id
+        positions, state = prompt.position_ids[:, :0], pickle.dumps({})
+        mask = none.bool()
+        return Trajectory(none, [], positions, opening=prompt.opening, image_token=token, loss_mask=mask, state=state)
+
+    def then(self, output: Output) -> Request | None:
+        """Take the turn that has ended with `output`; return the request for the next one, if there is one."""
+        ids, logp = torch.cat([self.request.tokens, output.ids]), torch.cat([self.logp_before, output.logp])
+        room = self.max_tokens - len(self.logp) - len(ids)
+        self.is_over = not self.step(ids, logp, output.reason == "stop", room)
+        if self.is_over:
+            return None
+        self.episodes.see(self.added)
+        self.logp_before = NOTHING.logp
+        turn = replace(
+            self.added, ids=torch.cat([ids, self.added.ids]), engine_ids=ids.tolist() + self.added.engine_ids
+        )
+        prompt = self._joined(self.request.prompt, turn)
+        self.request = replace(self.request, prompt=prompt, tokens=NOTHING.ids, max_tokens=room)
+        return self.request
+
+    def _joined(self, before: Prompt, added: Prompt) -> Prompt:
+        """Return what the model sees in a turn: the prompt `before`, and what was `added` to it."""
+        parts = [each for each in (before, added) if each.vision]
+        has_features = bool(parts) and all(each.features is not None for each in parts)
+        names = ["image_grid_thw"] if has_features else [*parts[0].vision] if parts else []
+        vision = {name: torch.cat([each.vision[name] for each in parts]) for name in names}
+        ids = torch.cat([before.ids, added.ids])
+        return replace(
+            before,
+            ids=ids,
+            engine_ids=before.engine_ids + added.engine_ids,
+            position_ids=prompt_position_ids(self.episodes.processor.skeleton, ids, vision),
+            images=[*before.images, *added.images],
+            vision=vision,
+            features=torch.cat([each.features for each in parts]) if has_features else None,
+            image_token=added.image_token,
+            extends=(before, added),
         )
 
     def step(self, ids: Tensor, logp: Tensor, stopped: bool, room: int) -> bool:
@@ -105,7 +173,7 @@ class Episode:
         trajectory.turns.append(Turn("assistant", [self.text]))
         trajectory.turn_lengths.append(len(ids))
         self._extend(ids.tolist(), ids.tolist(), is_sampled=True)
-        before, failed_before = (self.state, self.reward), trajectory.num_failed
+        before, failed_before = (trajectory.state, self.reward), trajectory.num_failed
         content = self._ask() if stopped else None
         self.is_truncated = not stopped or content is not None
         # A sampler that takes images would take a sampled placeholder for one.
@@ -114,7 +182,7 @@ class Episode:
             return False
         problem = self._see(content, last)
         if problem and trajectory.num_failed == failed_before:  # otherwise, the answer already says what went wrong
-            self.state, self.reward = before
+            trajectory.state, self.reward = before
             problem = self._see(self._failed(problem), last)
         self.is_truncated = problem is not None
         return problem is None
@@ -127,11 +195,11 @@ class Episode:
         fields |= {"question": self.sample.prompt.replace(TAG, "").strip(), "answer": self.sample.answer}
         images = [read_source(source) for source in self.sample.images]  # the worker decodes them
         fields |= {"text": self.text, "images": images, "extents": extents}
-        answer = self.episodes.ask(self.state, fields)
+        answer = self.episodes.ask(self.trajectory.state, fields)
         if isinstance(answer, CallFailed):
             content = self._failed(str(answer))
         else:
-            content, reward, self.state = answer
+            content, reward, self.trajectory.state = answer
             self.reward += reward
         self.trajectory.num_calls += content is not None
         return content
@@ -167,19 +235,17 @@ class Episode:
         except ValueError as error:
             return str(error)
         ids = expand_images(engine_ids, images, processor)
-        left = self.episodes.environment.max_seen - len(self.prompt.ids) - int((~trajectory.sampled).sum())
+        left = self.episodes.environment.max_seen - len(self.prompt.ids) - int((~trajectory.loss_mask).sum())
         if len(ids) > left:
             return f"the answer has {len(ids)} tokens, and max_prompt_length leaves room for {left}"
         trajectory.opening = opening
         trajectory.turns.append(Turn("tool", [*fitted]))
         self._extend(ids, engine_ids, is_sampled=False)
         trajectory.images = [*trajectory.images, *images]
-        unplaced = torch.empty(0)  # samplers that need `position_ids` ask for them
-        self.added = Prompt(torch.tensor(ids), engine_ids, unplaced, images, source=self.prompt.source)
-        if images:
-            self.added.vision, self.added.image_digest = processor.vision_inputs(images), digest_of(images)
-            self.added.image_token = trajectory.image_token
-            self.pictures.append(self.added)
+        unplaced, token = torch.empty(0), trajectory.image_token
+        source = self.prompt.source
+        self.added = Prompt(torch.tensor(ids), engine_ids, unplaced, images, source=source, image_token=token)
+        add_vision(self.added, processor)
         return None
 
     def _extend(self, ids: list[int], engine_ids: list[int], is_sampled: bool) -> None:
@@ -187,28 +253,34 @@ class Episode:
         trajectory = self.trajectory
         trajectory.ids = torch.cat([trajectory.ids, torch.tensor(ids)])
         trajectory.engine_ids = trajectory.engine_ids + engine_ids
-        trajectory.sampled = torch.cat([trajectory.sampled, torch.full((len(ids),), is_sampled)])
+        trajectory.loss_mask = torch.cat([trajectory.loss_mask, torch.full((len(ids),), is_sampled)])
 
-    def position_ids(self) -> Tensor:
-        """Return the position ids (R, F) of the trajectory, by the model's own rule over the whole sequence."""
-        prompt, trajectory = self.prompt, self.trajectory
-        whole = torch.cat([prompt.ids, trajectory.ids])
-        is_image = torch.zeros(len(whole), dtype=torch.bool)
-        is_image[torch.cat([prompt.image_indices, len(prompt.ids) + trajectory.image_indices])] = True
-        visions = [part.vision for part in (prompt, *self.pictures)]
-        grids = [vision["image_grid_thw"] for vision in visions if "image_grid_thw" in vision]
-        vision = {"image_grid_thw": torch.cat(grids)} if grids else {}
-        return prompt_position_ids(self.episodes.processor.skeleton, whole, vision, is_image)[:, len(prompt.ids) :]
-
-    @property
-    def rollout(self) -> Rollout:
-        """What was sampled in all turns, with all of the trajectory, once the episode is over."""
-        trajectory, parts = self.trajectory, self.pictures
-        trajectory.position_ids = self.position_ids()
-        if parts and all(part.features is not None for part in parts):
-            trajectory.features = torch.cat([part.features for part in parts])
-        elif parts:
-            trajectory.vision = {name: torch.cat([part.vision[name] for part in parts]) for name in parts[0].vision}
+    def rollout(self, output: Output = NOTHING) -> Rollout:
+        """Return what was sampled in all turns, with all of the trajectory. `output`: of the turn that is not over."""
+        trajectory, prompt, seen = self.trajectory, self.prompt, self.request.prompt
+        following = len(prompt.ids) + len(trajectory.ids) - len(seen.ids)
+        trajectory.position_ids = continued_position_ids(seen, following)[:, len(prompt.ids) :]
+        if trajectory.images and seen.features is not None:
+            trajectory.features = seen.features[len(prompt.image_indices) :]
+        elif trajectory.images:
+            trajectory.vision = {name: each[len(prompt.vision.get(name, ())) :] for name, each in seen.vision.items()}
             trajectory.image_digest = digest_of(trajectory.images)
-        ids, end = trajectory.ids[trajectory.sampled], self.is_truncated
-        return Rollout(ids, self.logp, end, self.text, trajectory=trajectory, env_reward=self.reward)
+        parts, logps = [trajectory.ids[trajectory.loss_mask]], [self.logp]
+        if not self.is_over:
+            parts += [self.request.tokens, output.ids]
+            logps += [self.logp_before, output.logp]
+        return Rollout(
+            torch.cat(parts),
+            torch.cat(logps),
+            self.is_truncated,
+            self.text,
+            self.is_over,
+            trajectory=trajectory,
+            env_reward=self.reward,
+        )
+
+
+def add_vision(prompt: Prompt, processor: Processor) -> None:
+    """Add the inputs of the vision tower, and a hash, for the pictures of `prompt`, if it has any and not these."""
+    if prompt.images and not prompt.vision:
+        prompt.vision, prompt.image_digest = processor.vision_inputs(prompt.images), digest_of(prompt.images)

@@ -13,7 +13,7 @@ def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return the metrics of this process's completions, `rollouts`, which an environment has answered."""
     sums = torch.zeros(7, dtype=torch.float64)
     for each in (rollout.trajectory for rollout in rollouts if rollout.trajectory):
-        images, seen = len(each.image_indices), int((~each.sampled).sum())
+        images, seen = len(each.image_indices), int((~each.loss_mask).sum())
         turns, has_call = len(each.turn_lengths), each.num_calls > 0
         sums += torch.tensor([1, turns, each.num_calls, each.num_failed, has_call, seen - images, images])
     count, turns, calls, failed, with_call, text, images = distributed.all_sum(sums).tolist()

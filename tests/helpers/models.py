@@ -412,7 +412,7 @@ def make_trajectory(model, prompt: Prompt, turns: list[int | tuple[int, list[tup
 
 def as_trajectory(model, prompt: Prompt, ids: Tensor, sampled: Tensor, visions: list[dict[str, Tensor]]) -> Completion:
     """Return a completion with these tokens (F,) after `prompt`, of which the model has `sampled` some, and images."""
-    trajectory = Trajectory(ids, [], prompt.position_ids, image_token=IMAGE, sampled=sampled, vision=joined(visions))
+    trajectory = Trajectory(ids, [], prompt.position_ids, image_token=IMAGE, loss_mask=sampled, vision=joined(visions))
     trajectory.image_digest = b"".join(vision["pixel_values"].numpy().tobytes() for vision in visions)
     whole, is_image = whole_sequence(prompt, trajectory)
     vision = joined([vision for vision in (prompt.vision, trajectory.vision) if vision])
@@ -424,7 +424,7 @@ def as_trajectory(model, prompt: Prompt, ids: Tensor, sampled: Tensor, visions: 
 def whole_sequence(prompt: Prompt, trajectory: Trajectory) -> tuple[Tensor, Tensor]:
     """Return the tokens of a prompt and what follows it, and which of them are those of images."""
     whole = torch.cat([prompt.ids, trajectory.ids])
-    is_image = torch.cat([prompt.ids == prompt.image_token, (trajectory.ids == IMAGE) & ~trajectory.sampled])
+    is_image = torch.cat([prompt.ids == prompt.image_token, (trajectory.ids == IMAGE) & ~trajectory.loss_mask])
     return whole, is_image
 
 
@@ -446,7 +446,7 @@ def plain_logprobs(
     is_image, predicted, vision = ids == prompt.image_token, torch.ones_like(completion).bool(), prompt.vision
     if seen:
         ids, is_image = (each[None] for each in whole_sequence(prompt, seen))
-        predicted, vision = seen.sampled, joined([each for each in (prompt.vision, seen.vision) if each])
+        predicted, vision = seen.loss_mask, joined([each for each in (prompt.vision, seen.vision) if each])
     inputs = dict(vision)
     if "image_grid_thw" in inputs:  # M-RoPE
         inputs["mm_token_type_ids"] = is_image.int()

@@ -98,7 +98,7 @@ def test_a_call_that_fails_is_answered_in_text_and_counted(fault, message, proce
     assert seen(episode) == "turn 1" and len(episode.trajectory.turns) == 4
     assert (episode.trajectory.num_calls, episode.trajectory.num_failed) == (2, 1)
     assert math.isfinite(episode.rollout.env_reward) and not episode.trajectory.images
-    text = processor.tokenizer.decode(episode.trajectory.ids[~episode.trajectory.sampled])
+    text = processor.tokenizer.decode(episode.trajectory.ids[~episode.trajectory.loss_mask])
     assert text.count("<|im_end|>") == 2 and "<|image_pad|>" not in text
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4e6, "kilobytes"
 
@@ -165,7 +165,7 @@ def test_no_trajectory_is_longer_than_its_limits(processor):
         episode = begin(processor, "faulty", max_seen=length + left)
         assert turn(episode, "go on") == (left >= 39), left
         assert (episode.trajectory.num_failed, episode.rollout.truncated) == (failed, left < 39)
-        assert int((~episode.trajectory.sampled).sum()) <= left
+        assert int((~episode.trajectory.loss_mask).sum()) <= left
 
 
 def test_an_episode_ends_with_a_sampled_image_token(processor):
@@ -392,7 +392,7 @@ def test_a_template_that_knows_tools_writes_them_and_their_answers(processor):
     assert prompt.startswith('<|im_start|>system\n# Tools\n{"') and prompt.endswith("assistant\n<think>\n")
     assert turn(episode, call({}, "crop"))
     assert seen(episode) == "error: ValueError: there is no tool 'crop', only zoom"
-    answered = processor.tokenizer.decode(episode.trajectory.ids[~episode.trajectory.sampled])
+    answered = processor.tokenizer.decode(episode.trajectory.ids[~episode.trajectory.loss_mask])
     want = f"\n<|im_start|>user\n<tool_response>\n{seen(episode)}\n</tool_response><|im_end|>\n"
     assert answered == f"{want}<|im_start|>assistant\n<think>\n"
     assert not turn(episode, "3</think>4")
@@ -422,6 +422,6 @@ def test_a_prompt_without_tools_stays_as_it_is(processor):
 def test_a_template_that_changes_the_answer_of_a_tool_writes_it_as_the_users(processor):
     episode = begin(with_template(processor, LLAMA3), "faulty", with_image=False)
     assert turn(episode, "!")
-    answered = processor.tokenizer.decode(episode.trajectory.ids[~episode.trajectory.sampled])
+    answered = processor.tokenizer.decode(episode.trajectory.ids[~episode.trajectory.loss_mask])
     assert answered == f"\n<|im_start|>user\n{seen(episode)}<|im_end|>\n<|im_start|>assistant\n"
     assert "no fault is called '!'" in answered and episode.trajectory.num_failed == 1

@@ -117,15 +117,15 @@ def test_sampler_and_trainer_agree_on_every_turn(family, tmp_path):
     rebuilt = 0
     for prompt, rollout in everyone:
         seen = rollout.trajectory
-        assert torch.equal(rollout.ids, seen.ids[seen.sampled])
+        assert torch.equal(rollout.ids, seen.ids[seen.loss_mask])
         assert sum(seen.turn_lengths) == len(rollout.ids) == len(rollout.sampling_logp) <= 24
-        assert len(prompt.ids) + int((~seen.sampled).sum()) <= 400
+        assert len(prompt.ids) + int((~seen.loss_mask).sum()) <= 400
         rebuilt += processor.tokenizer(rollout.text).input_ids == rollout.ids[-seen.turn_lengths[-1] :].tolist()
         assert seen.ids.tolist() == processor_expands(processor, seen)
         if hasattr(policy.model.model, "get_rope_index"):
             whole, grids = torch.cat([prompt.ids, seen.ids]), [p.vision.get("image_grid_thw") for p in (prompt, seen)]
             grids = [grid for grid in grids if grid is not None]
-            is_image = torch.cat([prompt.ids == prompt.image_token, (seen.ids == seen.image_token) & ~seen.sampled])
+            is_image = torch.cat([prompt.ids == prompt.image_token, (seen.ids == seen.image_token) & ~seen.loss_mask])
             inputs = {"image_grid_thw": torch.cat(grids) if grids else None, "mm_token_type_ids": is_image.int()[None]}
             positions = policy.model.model.get_rope_index(whole[None], **inputs)[0][:, 0]
             assert torch.equal(torch.cat([prompt.position_ids, seen.position_ids], 1), positions)
@@ -160,7 +160,7 @@ def processor_expands(processor, seen: Trajectory) -> list[int]:
     """Return the tokens of a trajectory, made from what a sampler that takes images gets."""
     ids, images = [], iter(seen.images)
     for token in seen.engine_ids:
-        is_image = token == processor.image_token_id and not (seen.sampled & (seen.ids == token)).any()
+        is_image = token == processor.image_token_id and not (seen.loss_mask & (seen.ids == token)).any()
         ids += processor.image_ids(processor.preparation.count(*next(images).size[::-1])) if is_image else [token]
     return ids
 
@@ -176,7 +176,7 @@ def loss_and_gradient(cfg: Config, observed: int) -> tuple[torch.Tensor, dict, t
     prompt = Prompt(torch.arange(2), [], torch.arange(2)[None])
     sampled = SAMPLED if observed else SAMPLED[SAMPLED]
     ids = torch.where(sampled, 5, 7)
-    trajectory = Trajectory(ids, [], 2 + torch.arange(len(ids))[None], sampled=sampled) if observed else None
+    trajectory = Trajectory(ids, [], 2 + torch.arange(len(ids))[None], loss_mask=sampled) if observed else None
     trained = {"advantage": 2.0, "token_weight": 0.5, "trainer_logp": OLD, "ref_logp": REF}
     completion = Completion(torch.tensor([5, 5, 5]), OLD - torch.tensor([0.3, -0.1, 0.1]), **trained)
     batch = pack([Group(prompt, [replace(completion, trajectory=trajectory)])])
@@ -240,7 +240,7 @@ def test_spans_are_those_of_the_last_turn(talker, opening):
     assert [len(each) for each in turns] == [2, 10]
     ids = torch.tensor(turns[0] + [9] + turns[1])
     sampled = torch.tensor([True] * 2 + [False] + [True] * 10)
-    trajectory = Trajectory(ids, [], ids[None], opening=opening, sampled=sampled, turn_lengths=[2, 10])
+    trajectory = Trajectory(ids, [], ids[None], opening=opening, loss_mask=sampled, turn_lengths=[2, 10])
     rollout = Rollout(ids[sampled], ids[sampled].float(), text=f"{opening}aé 1+2=3", trajectory=trajectory)
     n = len(opening)
     spans = tuple(Span(n + start, n + end, Rewards(1.0)) for start, end in ((1, 2), (3, 8)))
@@ -258,9 +258,9 @@ def test_metrics_by_hand():
     """Two completions: three turns with a picture of two tokens and a failed call, and a turn without a call."""
     sampled = torch.tensor([True, True, False, False, False, True, False, True])
     ids = torch.tensor([1, 1, 7, 9, 9, 1, 7, 1])
-    first = Trajectory(ids, [], ids[None], image_token=9, sampled=sampled, turn_lengths=[2, 1, 1])
+    first = Trajectory(ids, [], ids[None], image_token=9, loss_mask=sampled, turn_lengths=[2, 1, 1])
     first.num_calls, first.num_failed = 2, 1
-    second = Trajectory(ids[:2], [], ids[None, :2], image_token=9, sampled=sampled[:2], turn_lengths=[2])
+    second = Trajectory(ids[:2], [], ids[None, :2], image_token=9, loss_mask=sampled[:2], turn_lengths=[2])
     logp = torch.tensor([-1.0, -1.0, -1.0, -1.0])
     rollouts = [Rollout(ids[sampled], logp, trajectory=first), Rollout(ids[:2], logp[:2], trajectory=second)]
     assert turn_metrics(rollouts) == {
