@@ -99,7 +99,9 @@ def test_processes_that_share_an_engine_sample_as_often(tiny_model, shapes, monk
     monkeypatch.setattr(held_out.distributed, "world_size", lambda: 2)
     first = [{"responses": ["of the first process"]}]
     monkeypatch.setattr(held_out.distributed, "all_gather", lambda value: [value, value])
-    monkeypatch.setattr(engine, "generate", lambda prompts, *a: (calls.append(len(prompts)), generate(prompts, *a))[1])
+    monkeypatch.setattr(
+        engine, "generate", lambda requests, *a: (calls.append(len(requests)), generate(requests, *a))[1]
+    )
     monkeypatch.setattr(held_out.distributed, "gather_shards", lambda items: [*first, *items])
     outputs = held_out.sample_rows(engine, processor, samples[:3], held_out.SamplingFlags(max_completion_length=4))
     assert calls == [1, 0]

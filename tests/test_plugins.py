@@ -308,12 +308,12 @@ def test_a_sampler_that_returns_too_long_completions_is_refused(tiny_model, shap
     lines += ["twice = lambda r: replace(r, ids=torch.cat([r.ids] * 9))", "generate = HFEngine.generate"]
     lines += [
         "def odd(*args, **options):",
-        "    groups = generate(*args, **options)",
-        "    return [g[:-1] + [twice(g[-1])] for g in groups]",
+        "    outputs = generate(*args, **options)",
+        "    return [*outputs[:-1], twice(outputs[-1])]",
     ]
     (tmp_path / "mine.py").write_text("\n".join([*lines, "HFEngine.generate = odd"]))
     flags = [f"--model={tiny_model}", f"--data={shapes}", "--task=count", f"--output={tmp_path}/run", "--max_steps=1"]
     flags += ["--prompts_per_step=2", "--num_generations=2", "--max_completion_length=4", "--engine=hf"]
     done = run_script("grpo.py", *flags, f"--plugin={tmp_path}/mine.py")
-    assert done.returncode and "expected 2 groups of 2 completions, of at most 4 tokens" in done.stderr
+    assert done.returncode and "expected an Output of at most 4 tokens" in done.stderr
     assert "Traceback" not in done.stderr

@@ -28,7 +28,7 @@ import evaluate
 import grpo
 from common.errors import RunStopped, UserError
 from common.files import read_jsonl
-from common.records import Completion, Group, Prompt, RequestLimits, Rollout, Sampling
+from common.records import Completion, Group, Prompt, Request, RequestLimits, Rollout, Sampling
 from config import EngineFlags, PolicyFlags
 from data import encode_prompt, encode_prompts, load_processor
 from packing import pack
@@ -36,14 +36,23 @@ from policy.forward import enable_packed_forward, token_logprobs
 from policy.memory import Plan
 from policy.model import cache_image_features, load_config, load_model, load_policy, stop_tokens
 from policy.optimizer import ShardAdamW
-from rollout import ENGINES, EngineEntry, VLLMEngine, check_engine_available, choose_engine, make_engine, prompt_seed
-from sampling.continuation import NOT_STARTED, Continuation
+from rollout import (
+    ENGINES,
+    NOT_STARTED,
+    EngineEntry,
+    VLLMEngine,
+    check_engine_available,
+    choose_engine,
+    make_engine,
+    prompt_seed,
+)
 from sampling.hf_engine import HFEngine, sample
 from sampling.vllm_checks import check_expansion, check_pixels, check_weights
-from sampling.vllm_loop import Output
 from sampling.vllm_start import undo_global_changes
 from tests.helpers import runs
+from tests.helpers.fake_vllm import FakeEngine
 from tests.helpers.rows import make_sample
+from tests.helpers.samplers import groups_of
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +82,7 @@ def prompts(processor):
 
 def test_logprobs_are_those_of_the_packed_forward(tiny_model, engine, prompts):
     """Sampler and trainer agree on every token, including image placeholders that were sampled as text."""
-    rollouts = engine.generate(prompts, [1, 2, 3], Sampling(24, 40, temperature=0.8))
+    rollouts = groups_of(engine, prompts, [1, 2, 3], Sampling(24, 40, temperature=0.8))
     model = AutoModelForImageTextToText.from_pretrained(tiny_model)
     enable_packed_forward(model)
     completions = [[Completion(r.ids, r.sampling_logp) for r in group] for group in rollouts]
@@ -87,7 +96,7 @@ def test_logprobs_are_those_of_the_packed_forward(tiny_model, engine, prompts):
 
 def test_greedy_equals_transformers_generate(tiny_model, engine, prompts):
     model = AutoModelForImageTextToText.from_pretrained(tiny_model).eval()
-    got = engine.generate(prompts, [0, 0, 0], Sampling(1, 12, temperature=0))
+    got = groups_of(engine, prompts, [0, 0, 0], Sampling(1, 12, temperature=0))
     for prompt, (rollout,) in zip(prompts, got):
         ids = prompt.ids[None]
         inputs = {**prompt.vision, "mm_token_type_ids": (ids == model.config.image_token_id).int()}
@@ -96,11 +105,11 @@ def test_greedy_equals_transformers_generate(tiny_model, engine, prompts):
 
 
 def test_completions_depend_on_their_seed_alone(engine, prompts):
-    together = engine.generate(prompts, [7, 8, 9], Sampling(3, 10))
+    together = groups_of(engine, prompts, [7, 8, 9], Sampling(3, 10))
     for i, prompt in enumerate(prompts):
-        alone = engine.generate([prompt], [7 + i], Sampling(3, 10))[0]
+        alone = groups_of(engine, [prompt], [7 + i], Sampling(3, 10))[0]
         assert [r.ids.tolist() for r in alone] == [r.ids.tolist() for r in together[i]]
-    other = engine.generate(prompts[:1], [70], Sampling(3, 10))[0]
+    other = groups_of(engine, prompts[:1], [70], Sampling(3, 10))[0]
     assert [r.ids.tolist() for r in other] != [r.ids.tolist() for r in together[0]]
     assert len({tuple(r.ids.tolist()) for r in together[0]}) == 3, "completions of a group must differ"
 
@@ -116,7 +125,7 @@ def test_the_random_numbers_of_a_prompt_are_those_of_earlier_versions(engine, pr
     numbers = torch.rand(8, 3, generator=torch.Generator().manual_seed(7), dtype=torch.float64).T
     want = (numbers * len(engine.model.lm_head.weight)).long()
     for max_tokens in (5, 8):
-        (group,) = engine.generate(prompts[1:2], [7], Sampling(3, max_tokens))
+        (group,) = groups_of(engine, prompts[1:2], [7], Sampling(3, max_tokens))
         assert [rollout.ids.tolist() for rollout in group] == want[:, :max_tokens].tolist()
 
 
@@ -134,9 +143,9 @@ def test_what_a_step_asks_of_the_sampler(tiny_model, shapes, tmp_path, monkeypat
 
     generate = HFEngine.generate
 
-    def sampled(engine, prompts, seeds, sampling, continuation=None):
-        asked.append((seeds, continuation))
-        return generate(engine, prompts, seeds, sampling, continuation)
+    def sampled(engine, requests, sampling, **others):
+        asked.append((list(dict.fromkeys(request.seed for request in requests)), others))
+        return generate(engine, requests, sampling, **others)
 
     monkeypatch.setattr(HFEngine, "generate", sampled)
     for name in ("wake_up", "sync_weights", "generate", "sleep"):
@@ -144,13 +153,13 @@ def test_what_a_step_asks_of_the_sampler(tiny_model, shapes, tmp_path, monkeypat
     record(ShardAdamW, "step")
     grpo.main(runs.config(tiny_model, shapes, tmp_path, max_steps=1, seed=1))
     assert calls == ["sleep", "wake_up", "sync_weights", "generate", "sleep", "step"]
-    assert asked == [([prompt_seed(1, position) for position in range(4)], None)]
+    assert asked == [([prompt_seed(1, position) for position in range(4)], {})]
 
 
 def test_stop_tokens_end_a_completion_and_truncation_is_recorded(engine, prompts, monkeypatch):
-    frequent = torch.cat([r.ids for r in engine.generate(prompts, [1, 2, 3], Sampling(8, 30))[1]]).mode().values
+    frequent = torch.cat([r.ids for r in groups_of(engine, prompts, [1, 2, 3], Sampling(8, 30))[1]]).mode().values
     monkeypatch.setattr(engine, "stop", frequent[None])
-    rollouts = [r for group in engine.generate(prompts, [1, 2, 3], Sampling(8, 30)) for r in group]
+    rollouts = [r for group in groups_of(engine, prompts, [1, 2, 3], Sampling(8, 30)) for r in group]
     ended = [r for r in rollouts if not r.truncated]
     assert ended
     assert len(ended) < len(rollouts)
@@ -215,7 +224,7 @@ def test_every_end_token_of_the_generation_config_counts(tiny_model):
 
 
 def test_a_completion_of_one_token(engine, prompts):
-    rollouts = engine.generate(prompts, [1, 2, 3], Sampling(2, 1))
+    rollouts = groups_of(engine, prompts, [1, 2, 3], Sampling(2, 1))
     assert all(len(r.ids) == 1 for group in rollouts for r in group)
 
 
@@ -334,42 +343,29 @@ def test_a_weight_that_does_not_reach_vllm_is_found():
 
 
 class FakeVLLM:
-    """Stands in for `vllm.LLM`: a request for the prompt of n tokens samples n, n + 1, ... and then a stop token."""
+    """Stands in for `vllm.LLM`: a completion has three tokens or, if its prompt has four, as many as it may."""
 
-    def __init__(self):
-        self.requests, self.calls, self.renderer, self.prepared = [], [], self, 0
+    def __init__(self, monkeypatch):
+        self.calls, self.renderer, self.prepared = [], self, 0
+        self.llm_engine = FakeEngine(monkeypatch, lambda inputs, _: None if len(inputs["prompt_token_ids"]) == 4 else 3)
+        self.llm_engine.reset_encoder_cache = lambda: self.calls.append(("encoder",))
+        self.model_config = SimpleNamespace(dtype=torch.float32)
 
     def render_cmpl(self, requests):
         self.prepared += len(requests)
-        return requests
-
-    def generate(self, requests, params, use_tqdm):
-        self.requests += list(zip(requests, params))
-        return [self.output(request, each) for request, each in zip(requests, params)]
-
-    def output(self, request, params):
-        ids = request["prompt_token_ids"]
-        completions = []
-        for i in range(params.n):
-            tokens, reason = ([len(ids), i, 3], "stop") if i else ([len(ids)] * params.max_tokens, "length")
-            logprobs = SimpleNamespace(logprobs=[-0.5 * token for token in tokens])
-            completions.append(SimpleNamespace(token_ids=tokens, finish_reason=reason, logprobs=logprobs))
-        return SimpleNamespace(prompt_token_ids=ids, outputs=completions)
+        return [{"type": "token"} | request for request in requests]
 
     def __getattr__(self, name):
         return lambda *args, **kwargs: self.calls.append((name, *kwargs.get("tags", ())))
 
 
 @pytest.fixture
-def vllm_engine(processor):
+def vllm_engine(processor, monkeypatch):
     """Return an engine of which only `llm` is not real."""
     engine = VLLMEngine.__new__(VLLMEngine)
-    engine.flags, engine.processor, engine.llm = EngineFlags(engine="vllm"), processor, FakeVLLM()
-    engine.llm.model_config = SimpleNamespace(dtype=torch.float32)
-    engine.llm.llm_engine = SimpleNamespace(reset_encoder_cache=lambda: engine.llm.calls.append(("encoder",)))
+    engine.flags, engine.processor, engine.llm = EngineFlags(engine="vllm"), processor, FakeVLLM(monkeypatch)
     engine.vision, engine.hidden_size, engine.stop = processor.family.vision, 64, [3]
     engine.asleep, engine.pixels_checked, engine.sampling_params = False, True, SimpleNamespace
-    engine.buffers = [(torch.zeros(1), torch.zeros(1))]
     return engine
 
 
@@ -378,74 +374,71 @@ def text_prompt(tokens: int, **more) -> Prompt:
     return Prompt(ids, ids.tolist(), ids[None], source=f"row {tokens}", **more)
 
 
-def test_vllm_starts_with_the_longest_and_returns_the_completions_of_each_prompt(vllm_engine):
+def test_what_vllm_is_asked_for_and_what_it_returns(vllm_engine):
     prompts = [text_prompt(4, expected_length=5.0), text_prompt(6, expected_length=9.0), text_prompt(5)]
-    groups = vllm_engine._sample(prompts, [10, 11, 12], Sampling(2, 4, temperature=0.7), None)
-    assert [(len(r["prompt_token_ids"]), p.seed) for r, p in vllm_engine.llm.requests] == [(6, 11), (4, 10), (5, 12)]
-    params = vllm_engine.llm.requests[0][1]
-    assert (params.n, params.max_tokens, params.temperature, params.stop_token_ids) == (2, 4, 0.7, [3])
-    for n, (cut, ended) in zip((4, 6, 5), groups):
-        assert (cut.ids.tolist(), cut.truncated) == ([n] * 4, True)
-        assert (ended.ids.tolist(), ended.truncated) == ([n, 1, 3], False)
-        assert ended.sampling_logp.tolist() == [-0.5 * n, -0.5, -1.5]
-        assert ended.text == vllm_engine.processor.tokenizer.decode([n, 1]), "without the stop token"
+    groups = groups_of(vllm_engine, prompts, [10, 11, 12], Sampling(2, 4, temperature=0.7))
+    begun = vllm_engine.llm.llm_engine.begun
+    assert [number for number, *_ in begun] == [2, 3, 0, 1, 4, 5], "the longest first"
+    assert vllm_engine.llm.prepared == 3 and len({params.seed for *_, params in begun}) == 6
+    params = begun[0][-1]
+    assert (params.max_tokens, params.temperature, params.stop_token_ids) == (4, 0.7, [3])
+    for n, group in zip((4, 6, 5), groups):
+        for rollout in group:
+            assert rollout.ids.tolist() == ([4, 1, 2, 3] if n == 4 else [n, 1, 3])
+            assert (rollout.truncated, rollout.finished) == (n == 4, True)
+            assert rollout.sampling_logp.tolist() == [-1.0, -2.0, -3.0, -4.0][: len(rollout.ids)]
+            text = [4, 1, 2, 3] if n == 4 else [n, 1]  # without the stop token
+            assert rollout.text == vllm_engine.processor.tokenizer.decode(text)
     other = replace(prompts[0], ids=prompts[0].ids + 1)
     with pytest.raises(UserError, match="vLLM expands the prompt"):
-        vllm_engine._sample([other], [1], Sampling(1, 4), None)
+        groups_of(vllm_engine, [other], [1], Sampling(1, 4))
 
 
-def test_vllm_continues_completions_within_their_length(vllm_engine, monkeypatch):
+def test_vllm_continues_completions_within_their_length(vllm_engine):
     old = Rollout(torch.tensor([7, 8]), torch.tensor([-1.0, -2.0]), finished=False)
     done = Rollout(torch.tensor([5, 3]), torch.tensor([-1.0, -1.0]), text="5")
-    started, sent, whole = [[done, old], [NOT_STARTED, NOT_STARTED]], [], []
+    started, asked = [[done, old], [NOT_STARTED, NOT_STARTED]], []
     prompts = [text_prompt(4), text_prompt(5)]
 
-    def run(llm, requests, count, should_stop):
-        sent.extend(requests)
-        assert len(sent) == count == 3
-        assert [should_stop(ended) for ended in (set(), {0}, {0, 1, 2})] == [False, False, True]
-        return [Output([9, 3], [-3.0, -4.0], "stop"), Output([9], [-5.0]), Output()]
+    def should_stop(over):
+        asked.append(set(over))
+        return len(over) == 3
 
-    monkeypatch.setattr("sampling.vllm_loop.run_until", run)
-    continuation = Continuation(started, lambda is_complete: whole.append(is_complete) or all(is_complete))
-    (first, ended), (cut, empty) = vllm_engine._sample(prompts, [10, 11], Sampling(2, 6), continuation)
-    assert whole == [[False, False], [True, False], [True, True]]
-    assert [r["prompt_token_ids"] for r, _ in sent] == [[100, 101, 102, 103, 7, 8], *[prompts[1].engine_ids] * 2]
+    groups = groups_of(vllm_engine, prompts, [10, 11], Sampling(2, 6), started=started, should_stop=should_stop)
+    assert asked == [set(), {0, 1, 2}]
+    begun = vllm_engine.llm.llm_engine.begun
+    want = [[100, 101, 102, 103, 7, 8], *[prompts[1].engine_ids] * 2]
+    assert [inputs["prompt_token_ids"] for _, inputs, _ in begun] == want
     assert vllm_engine.llm.prepared == 2, "each prompt once"
-    assert [p.max_tokens for _, p in sent] == [4, 6, 6], "the tokens so far count"
-    assert len({p.seed for _, p in sent}) == 3
+    assert [params.max_tokens for *_, params in begun] == [4, 6, 6], "the tokens so far count"
+    first, ended = groups[0]
     assert first is done
-    assert (ended.ids.tolist(), ended.sampling_logp.tolist()) == ([7, 8, 9, 3], [-1, -2, -3, -4])
+    assert (ended.ids.tolist(), ended.sampling_logp.tolist()) == ([7, 8, 6, 1, 3], [-1, -2, -1, -2, -3])
     assert (ended.finished, ended.truncated) == (True, False)
-    assert ended.text == vllm_engine.processor.tokenizer.decode([7, 8, 9])
-    assert (cut.ids.tolist(), cut.finished, len(empty.ids), empty.finished) == ([9], False, 0, False)
-    other = replace(prompts[1], ids=prompts[1].ids + 1)
-    with pytest.raises(UserError, match="vLLM expands the prompt"):
-        vllm_engine._sample([prompts[0], other], [10, 11], Sampling(2, 6), continuation)
+    assert ended.text == vllm_engine.processor.tokenizer.decode([7, 8, 6, 1])
+    groups = groups_of(vllm_engine, prompts, [10, 11], Sampling(2, 6), started=started, should_stop=lambda over: True)
+    assert groups[0][0] is done and groups[0][1].ids.tolist() == [7, 8]
+    assert [(len(each.ids), each.finished, each.text) for each in groups[1]] == [(0, False, "")] * 2
 
 
-def test_a_text_begins_with_what_its_prompt_has_opened(vllm_engine, engine, prompts, monkeypatch):
+def test_a_text_begins_with_what_its_prompt_has_opened(vllm_engine, engine):
     openings = ["<think>\n", "", "<answer>"]
     opened = [text_prompt(4 + i, opening=opening, expected_length=i) for i, opening in enumerate(openings)]
     plain = [replace(prompt, opening="") for prompt in opened]
-    some, started = Sampling(2, 4), [[NOT_STARTED] * 2] * 3
-    outputs = [Output([9, 3], [-3.0, -4.0], "stop")] * 5 + [Output([9], [-3.0])]
-    monkeypatch.setattr("sampling.vllm_loop.run_until", lambda llm, requests, count, should_stop: outputs)
-    for sampler, continuation in ((vllm_engine, None), (vllm_engine, Continuation(started, all)), (engine, None)):
-        sample = sampler._sample if sampler is vllm_engine else sampler.generate
-        groups = zip(openings, *(sample(each, [1, 2, 3], some, continuation) for each in (opened, plain)))
+    for sampler in (vllm_engine, engine):
+        groups = zip(openings, *(groups_of(sampler, each, [1, 2, 3], Sampling(2, 4)) for each in (opened, plain)))
         for opening, with_it, without in groups:
-            assert [r.text for r in with_it] == [opening + r.text if r.finished else "" for r in without]
+            assert [r.text for r in with_it] == [opening + r.text for r in without]
 
 
 def test_the_ranks_of_an_engine_get_the_completions_of_their_own_prompts(vllm_engine, monkeypatch):
     vllm_engine.flags, vllm_engine.group = EngineFlags(engine="vllm", tensor_parallel=2), None
-    shares = [([text_prompt(4)], [10]), ([text_prompt(5), text_prompt(6)], [11, 12])]
+    shares = [[Request(text_prompt(n), NOT_STARTED.ids, 10 + n, 0, 3) for n in lengths] for lengths in ((5,), (6, 7))]
     monkeypatch.setattr("rollout.dist.all_gather_object", lambda out, own, group: out.__setitem__(slice(None), shares))
-    for rank, (prompts, seeds) in enumerate(shares):
+    for rank, requests in enumerate(shares):
         monkeypatch.setattr("rollout.dist.get_rank", lambda group, rank=rank: rank)
-        groups = vllm_engine._sample(prompts, seeds, Sampling(1, 2), None)
-        assert [group[0].ids.tolist() for group in groups] == [[len(prompt.ids)] * 2 for prompt in prompts]
+        outputs = vllm_engine.generate(requests, Sampling(1, 3))
+        assert [output.ids.tolist() for output in outputs] == [[len(each.prompt.ids), 1, 3] for each in requests]
 
 
 def test_vllm_gets_features_only_if_it_accepts_them(vllm_engine, prompts):
@@ -536,7 +529,7 @@ def test_a_4_bit_policy_agrees_with_its_sampler(tiny_model, shapes, tmp_path):
 
 
 def test_sampling_that_runs_out_of_memory_continues_with_smaller_batches(engine, prompts, monkeypatch, capsys):
-    want = engine.generate(prompts, [1, 2, 3], Sampling(2, 5))
+    want = groups_of(engine, prompts, [1, 2, 3], Sampling(2, 5))
     decode, sizes, room = HFEngine._decode, [], [1]
 
     def small_gpu(self, some, *args):
@@ -547,13 +540,13 @@ def test_sampling_that_runs_out_of_memory_continues_with_smaller_batches(engine,
 
     monkeypatch.setattr(HFEngine, "_decode", small_gpu)
     monkeypatch.setattr(engine, "max_sequences", 512)
-    got = engine.generate(prompts, [1, 2, 3], Sampling(2, 5))
-    assert sizes == [3, 1, 1, 1]
+    got = groups_of(engine, prompts, [1, 2, 3], Sampling(2, 5))
+    assert sizes == [6, 3, 1, 1, 1, 1, 1, 1]
     assert [r.ids.tolist() for group in got for r in group] == [r.ids.tolist() for group in want for r in group]
     assert "sampling at most 3 sequences at once" in capsys.readouterr().err
     room[0] = 0
-    with pytest.raises(RunStopped, match=r"out of GPU memory in sampling\. What helps: a smaller --num_generations"):
-        engine.generate(prompts, [1, 2, 3], Sampling(4, 5))
+    with pytest.raises(RunStopped, match=r"out of GPU memory in sampling\. What helps: a smaller --max_completion"):
+        groups_of(engine, prompts, [1, 2, 3], Sampling(4, 5))
 
 
 def test_where_the_policy_cannot_sample_is_said(tiny_model, monkeypatch):

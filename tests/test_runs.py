@@ -667,10 +667,9 @@ def test_a_sampler_that_differs_in_a_later_update_does_not_stop_the_run(tiny_mod
     """By then, the first update has moved the weights: the step cannot be undone."""
     generate = rollout.HFEngine.generate
 
-    def shifted(*args):
-        groups = generate(*args)
-        last = [[replace(each, sampling_logp=each.sampling_logp - 5) for each in group] for group in groups[2:]]
-        return [*groups[:2], *last]
+    def shifted(self, requests, sampling):
+        outputs, second = generate(self, requests, sampling), len(requests) // 2
+        return [*outputs[:second], *(replace(each, logp=each.logp - 5) for each in outputs[second:])]
 
     reward = replace(rewards.TASKS["count"], reward=lambda completion, answer, **_: float(len(completion) % 7))
     monkeypatch.setitem(rewards.TASKS, "count", reward)

@@ -28,6 +28,7 @@ from tests.helpers.marks import needs
 from tests.helpers.models import end_with, save_tiny
 from tests.helpers.rows import make_sample
 from tests.helpers.runs import config
+from tests.helpers.samplers import groups_of
 from tests.helpers.scripts import run_script
 
 FLAGS = {"prompts_per_step": 4, "max_completion_length": 40, "learning_rate": 1e-3, "report_every": 0}
@@ -204,7 +205,7 @@ def test_a_base_model_learns_an_end_at_which_it_stops(tmp_path):
     processor = load_processor(str(final), "vqa", str(template))
     engine = HFEngine(load_model(str(final), torch.float32).eval(), processor.tokenizer)
     prompt = encode_prompt(make_sample("Say 4.", "4", [], "row 1"), processor)
-    ((rollout,),) = engine.generate([prompt], [0], Sampling(n=1, temperature=0, max_tokens=4))
+    ((rollout,),) = groups_of(engine, [prompt], [0], Sampling(n=1, temperature=0, max_tokens=4))
     assert rollout.finished and processor.tokenizer.decode(rollout.ids) == "4<|im_end|>"
 
 

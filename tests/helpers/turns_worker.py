@@ -32,6 +32,7 @@ from policy.sharding import apply_fsdp
 from rollout import make_engine
 from sampling.vllm_checks import record_tower_inputs
 from tests.helpers.rows import make_sample
+from tests.helpers.samplers import groups_of
 
 G, MAX_TOKENS, MAX_TURNS, MAX_SEEN = 4, 120, 4, 1800
 END_TOKENS = range(5, 256, 12)  # so many that a turn has a dozen tokens
@@ -83,7 +84,7 @@ class Turns:
         rows = make_rows(kinds, self.with_images)
         self.prompts = encode_prompts(rows, self.processor)
         episodes = Episodes(rows, self.processor)
-        return self.engine.generate(self.prompts, [*range(len(rows))], Sampling(G, MAX_TOKENS), episodes=episodes)
+        return groups_of(self.engine, self.prompts, [*range(len(rows))], Sampling(G, MAX_TOKENS), episodes)
 
     def refusal(self, kinds: list[str]) -> str:
         """Return the error that sampling ends with."""

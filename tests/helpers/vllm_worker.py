@@ -27,6 +27,7 @@ from policy.sharding import apply_fsdp
 from rollout import make_engine
 from sampling.vllm_checks import check_pixels
 from tests.helpers.rows import make_sample
+from tests.helpers.samplers import groups_of
 from tests.helpers.versions import loaded_packages
 
 
@@ -90,12 +91,12 @@ def main(model: str, data: str, out: str) -> None:
         if number == 1:
             cache_image_features(policy, prompts, {})
         seeds = list(range(10 * number, 10 * number + len(prompts)))
-        groups = engine.generate(prompts, seeds, Sampling(3, 24))
+        groups = groups_of(engine, prompts, seeds, Sampling(3, 24))
         engine.sleep()
         engine.wake_up()
         engine.sync_weights(policy)
-        second_groups = engine.generate(prompts, seeds, Sampling(3, 24))
-        greedy = engine.generate(prompts, seeds, Sampling(1, 24, temperature=0.0))
+        second_groups = groups_of(engine, prompts, seeds, Sampling(3, 24))
+        greedy = groups_of(engine, prompts, seeds, Sampling(1, 24, temperature=0.0))
         engine.sleep()
         rollouts = [rollout for group in groups for rollout in group]
         repeated = [rollout for group in second_groups for rollout in group]
@@ -119,12 +120,12 @@ def main(model: str, data: str, out: str) -> None:
     engine.wake_up()
     engine.sync_weights(policy)
     other = dataclasses.replace(prompts[0], ids=prompts[0].ids[:-1])
-    results["wrong_ids"] = refusal(lambda: engine.generate([other], [0], Sampling(1, 4)))
+    results["wrong_ids"] = refusal(lambda: groups_of(engine, [other], [0], Sampling(1, 4)))
     long = dataclasses.replace(prompts[4], engine_ids=prompts[4].engine_ids * 200)
-    results["too_long"] = refusal(lambda: engine.generate([prompts[5], long], [0, 1], Sampling(1, 4)))
-    few, many = (engine.generate(p, list(range(len(p))), Sampling(2, 24)) for p in (prompts[:2], prompts))
+    results["too_long"] = refusal(lambda: groups_of(engine, [prompts[5], long], [0, 1], Sampling(1, 4)))
+    few, many = (groups_of(engine, p, list(range(len(p))), Sampling(2, 24)) for p in (prompts[:2], prompts))
     results["alone"] = [torch.equal(a.ids, b.ids) for one, two in zip(few, many) for a, b in zip(one, two)]
-    moved = engine.generate(prompts[:2], [100, 101], Sampling(2, 24))
+    moved = groups_of(engine, prompts[:2], [100, 101], Sampling(2, 24))
     results["other_seeds"] = [torch.equal(a.ids, b.ids) for one, two in zip(few, moved) for a, b in zip(one, two)]
     results["packages"] = loaded_packages()
     pathlib.Path(out).write_text(json.dumps(results, indent=1))

@@ -28,11 +28,12 @@ from data import encode_prompt, load_processor
 from packing import pack
 from parts.partial import PartialCollector, StoppingRule, check_lengths, partial_metrics, with_num_stale
 from policy.model import load_model, load_policy
-from sampling.continuation import NOT_STARTED, Continuation
+from rollout import NOT_STARTED
 from sampling.hf_engine import HFEngine
 from tests.helpers.models import plain_logprobs
 from tests.helpers.rows import make_sample
 from tests.helpers.runs import SMALL, config, metrics, weights
+from tests.helpers.samplers import groups_of
 from tests.helpers.scripts import run_script
 from training.prompt_stream import DrawnPrompt
 
@@ -132,14 +133,14 @@ def pauses(count: int):
 def test_interrupted_completions_go_on_where_they_stopped(engine, prompts):
     """With the same weights, sampling with interruptions gives what sampling at once does."""
     how, seeds = Sampling(4, 70), [1, 2, 3]
-    want = engine.generate(prompts, seeds, how)
+    want = groups_of(engine, prompts, seeds, how)
     got = [[NOT_STARTED] * 4] * 3
     lengths = set()
     for tokens in (16, 32, 64):
-        got = engine.generate(prompts, seeds, how, Continuation(got, pauses(2 if tokens < 64 else 3)))
+        got = groups_of(engine, prompts, seeds, how, None, got, pauses(2 if tokens < 64 else 3))
         lengths |= {len(rollout.ids) for group in got for rollout in group if not rollout.finished}
     assert lengths == {16, 32, 64}
-    got = engine.generate(prompts, seeds, how, Continuation(got, all))
+    got = groups_of(engine, prompts, seeds, how, None, got)
     for a, b in zip((r for group in want for r in group), (r for group in got for r in group)):
         assert torch.equal(a.ids, b.ids)
         assert (a.text, a.truncated, b.finished) == (b.text, b.truncated, True)
@@ -152,9 +153,9 @@ def test_the_gradient_of_a_completion_of_two_policies(tiny_model, shapes, engine
     old = copy.deepcopy(engine)
     for parameter in old.model.parameters():
         parameter.data *= 1.1
-    started = old.generate(prompts[:1], [1], how, Continuation([[NOT_STARTED] * 2], pauses(2)))
+    started = groups_of(old, prompts[:1], [1], how, should_stop=pauses(2))
     assert {len(rollout.ids) for rollout in started[0]} == {16}
-    (rollouts,) = engine.generate(prompts[:1], [1], how, Continuation(started, all))
+    (rollouts,) = groups_of(engine, prompts[:1], [1], how, None, started)
     rollouts = [
         replace(rollout, tokens_by_step={0: 16} | ({1: len(rollout.ids) - 16} if len(rollout.ids) > 16 else {}))
         for rollout in rollouts

@@ -314,10 +314,10 @@ from common import cli, distributed
 from common.errors import UserError
 from sampling.hf_engine import HFEngine
 
-def fail_on_one_process(self, prompts, seeds, sampling, *rest):
+def fail_on_one_process(self, requests, sampling):
     if sampling.temperature == 0 and distributed.rank() == 1:
         raise UserError("row 1: vLLM did not get the trainer's pixels")
-    return generate(self, prompts, seeds, sampling, *rest)
+    return generate(self, requests, sampling)
 
 generate, HFEngine.generate = HFEngine.generate, fail_on_one_process
 cli.run(grpo.main, cli.parse(grpo.Config))

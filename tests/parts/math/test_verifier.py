@@ -420,16 +420,16 @@ def test_each_step_asks_a_verifier_anew_that_was_given_up(server, retries, monke
 
 def test_a_run_stops_when_its_verifier_goes_away_and_goes_on_when_it_is_back(server, tiny_model, tmp_path, monkeypatch):
     """The tiny model never writes a well-formed answer, so the test replaces its texts. The rest is real."""
-    generate = rollout.HFEngine.generate
+    sample_completions = rollout.sample_completions
 
-    def well_formed(self, *args):
+    def well_formed(*args):
         numbers = itertools.count()
         return [
             [replace(r, text=think(f"word {next(numbers)} {len(r.ids)} and another")) for r in group]
-            for group in generate(self, *args)
+            for group in sample_completions(*args)
         ]
 
-    monkeypatch.setattr(rollout.HFEngine, "generate", well_formed)
+    monkeypatch.setattr("training.collect.sample_completions", well_formed)
     server.reply = lambda body: "Correct" if len(body["messages"][1]["content"]) % 2 else "Incorrect"
     (tmp_path / "d.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{i}?", "answer": "a thing"}) + "\n" for i in range(8))

@@ -23,9 +23,9 @@ from common import plugins
 from common.environments import ENVIRONMENTS, tool_call
 from data import encode_prompt, load_processor
 from parts.turns import episodes, use_environment
-from parts.turns.episodes import Episodes
 from tests.helpers.models import save_tiny
 from tests.helpers.rows import make_sample
+from tests.helpers.samplers import begin_episode, take_turn
 from tests.helpers.scripts import ROOT
 
 pytestmark = pytest.mark.usefixtures("environments")
@@ -40,14 +40,13 @@ def begin(processor, name: str, max_turns: int = 4, max_seen: int = 400, with_im
     processor = use_environment(processor, name, max_turns, max_seen)
     images = [Image.new("RGB", (84, 112), "navy")] if with_image else []
     sample = make_sample("<image>?" if with_image else "?", "3", images, "row 1", {"none": None, "function": "f"})
-    return Episodes([sample], processor).begin(0, encode_prompt(sample, processor))
+    return begin_episode([sample], processor)
 
 
 def turn(episode, text: str, room: int = 100, end: str = "<|im_end|>") -> bool:
     """Let the model say `text`. Return whether the episode goes on."""
     tokenizer = episode.episodes.processor.tokenizer
-    ids = torch.tensor(tokenizer(text + end, add_special_tokens=False).input_ids)
-    return episode.step(ids, torch.zeros(len(ids)), bool(end), room)
+    return take_turn(episode, tokenizer(text + end, add_special_tokens=False).input_ids, None, room, bool(end))
 
 
 def seen(episode) -> str:
@@ -97,7 +96,7 @@ def test_a_call_that_fails_is_answered_in_text_and_counted(fault, message, proce
     assert turn(episode, "go on")
     assert seen(episode) == "turn 1" and len(episode.trajectory.turns) == 4
     assert (episode.trajectory.num_calls, episode.trajectory.num_failed) == (2, 1)
-    assert math.isfinite(episode.rollout.env_reward) and not episode.trajectory.images
+    assert math.isfinite(episode.rollout().env_reward) and not episode.trajectory.images
     text = processor.tokenizer.decode(episode.trajectory.ids[~episode.trajectory.loss_mask])
     assert text.count("<|im_end|>") == 2 and "<|image_pad|>" not in text
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4e6, "kilobytes"
@@ -124,7 +123,7 @@ def test_an_odd_answer_is_one(answer, text, processor):
 def test_the_rewards_of_all_turns_are_added(processor):
     episode = begin(processor, "pictures")
     assert turn(episode, "a") and not turn(episode, "abcde")
-    assert (episode.rollout.env_reward, episode.rollout.truncated) == (0.5 + 1.0, False)
+    assert (episode.rollout().env_reward, episode.rollout().truncated) == (0.5 + 1.0, False)
 
 
 def test_a_state_may_hold_the_plugins_own_classes(processor):
@@ -154,17 +153,17 @@ def test_no_trajectory_is_longer_than_its_limits(processor):
     """The environment is asked after the last turn, too, which may have a reward, but its answer is not seen."""
     episode = begin(processor, "faulty", max_turns=2)
     assert turn(episode, "go on") and not turn(episode, "go on")
-    assert len(episode.trajectory.turns) == 3 and episode.rollout.truncated
+    assert len(episode.trajectory.turns) == 3 and episode.rollout().truncated
     assert episode.trajectory.num_calls == 2 and episode.trajectory.turn_lengths == [6, 6]
     for name, kwargs in (("room", {"room": 0}), ("stop", {"end": ""})):
         episode = begin(processor, "faulty")
         assert not turn(episode, "go on", **kwargs), name
-        assert episode.rollout.truncated and episode.rollout.text == "go on"
+        assert episode.rollout().truncated and episode.rollout().text == "go on"
     length = len(begin(processor, "faulty").prompt.ids)
     for left, failed in ((10, 1), (39, 0), (60, 0)):  # "turn 1" takes 39 tokens with what is around it
         episode = begin(processor, "faulty", max_seen=length + left)
         assert turn(episode, "go on") == (left >= 39), left
-        assert (episode.trajectory.num_failed, episode.rollout.truncated) == (failed, left < 39)
+        assert (episode.trajectory.num_failed, episode.rollout().truncated) == (failed, left < 39)
         assert int((~episode.trajectory.loss_mask).sum()) <= left
 
 
@@ -172,7 +171,7 @@ def test_an_episode_ends_with_a_sampled_image_token(processor):
     """A sampler that takes images would take it for one."""
     episode = begin(processor, "faulty")
     assert not turn(episode, "<|image_pad|>picture")
-    assert not len(episode.trajectory.image_indices) and episode.rollout.truncated
+    assert not len(episode.trajectory.image_indices) and episode.rollout().truncated
 
 
 def test_equal_pixels_in_another_shape_are_another_picture(processor):
@@ -181,7 +180,7 @@ def test_equal_pixels_in_another_shape_are_another_picture(processor):
     for size in ((56, 84), (84, 56)):
         episodes.append(begin(processor, "faulty"))
         episodes[-1]._see([Image.new("RGB", size)], 0)
-    assert len({each.rollout.trajectory.image_digest for each in episodes}) == 2
+    assert len({each.added.image_digest for each in episodes}) == 2
 
 
 def test_the_environment_of_the_document_runs(processor, tmp_path):
@@ -216,8 +215,8 @@ def test_tokens_are_never_made_again_from_text(processor):
     half, end = tokenizer("é").input_ids[:1], [tokenizer.eos_token_id]
     ids = torch.tensor(letters + half + end)
     assert tokenizer(tokenizer.decode(ids)).input_ids != ids.tolist()
-    assert episode.step(ids, torch.arange(4.0), True, 100) and episode.step(ids, torch.arange(4.0), True, 100)
-    rollout = episode.rollout
+    assert all(take_turn(episode, ids.tolist(), torch.arange(4.0)) for _ in range(2))
+    rollout = episode.rollout()
     assert rollout.ids.tolist() == ids.tolist() * 2 and rollout.sampling_logp.tolist() == [0, 1, 2, 3] * 2
     assert rollout.trajectory.ids[:4].tolist() == ids.tolist()
     assert rollout.trajectory.engine_ids == rollout.trajectory.ids.tolist()
@@ -279,7 +278,7 @@ def test_an_environment_gets_the_extents_of_the_family(family, tiny_model, tiny_
     path = tiny_model if family == "qwen2_5_vl" else tiny_qwen3_vl
     processor = use_environment(load_processor(path, "count", max_side=112), "zoom", 4, 400)
     sample = make_sample("<image>?", "3", [PICTURE], "row 1")
-    episode = Episodes([sample], processor).begin(0, encode_prompt(sample, processor))
+    episode = begin_episode([sample], processor)
     calls = []
     monkeypatch.setattr(episode.episodes, "ask", lambda state, fields: calls.append(fields) or (None, 0.0, state))
     assert not turn(episode, "3")
@@ -328,14 +327,13 @@ def test_zoom_answers_a_model(processor):
     assert turn(episode, call({"x1": 0, "y1": 0, "x2": 42, "y2": 56}))
     assert [image.size for image in episode.trajectory.images] == [(336, 448)]
     assert not turn(episode, "A photo of 3 circles")
-    assert not episode.rollout.truncated and episode.rollout.text == "A photo of 3 circles"
+    assert not episode.rollout().truncated and episode.rollout().text == "A photo of 3 circles"
     assert (episode.trajectory.num_calls, episode.trajectory.num_failed) == (1, 0)
 
 
 def test_a_thin_part_is_explained(processor):
     wide = make_sample("<image>?", "3", [Image.new("RGB", (1000, 10))], "row 1")
-    own = use_environment(processor, "zoom", 4, 900)
-    episode = Episodes([wide], own).begin(0, encode_prompt(wide, own))
+    episode = begin_episode([wide], use_environment(processor, "zoom", 4, 900))
     width, _ = episode.prompt.images[0].size
     assert turn(episode, call({"x1": 0, "y1": 0, "x2": width, "y2": 0.1}))
     assert "one side is more than 200 times the other" in seen(episode)
@@ -396,7 +394,7 @@ def test_a_template_that_knows_tools_writes_them_and_their_answers(processor):
     want = f"\n<|im_start|>user\n<tool_response>\n{seen(episode)}\n</tool_response><|im_end|>\n"
     assert answered == f"{want}<|im_start|>assistant\n<think>\n"
     assert not turn(episode, "3</think>4")
-    assert episode.rollout.text == "<think>\n3</think>4" and episode.trajectory.opening == "<think>\n"
+    assert episode.rollout().text == "<think>\n3</think>4" and episode.trajectory.opening == "<think>\n"
     episode = begin(with_template(processor, QWEN3), "faulty")
     assert turn(episode, "picture") and episode.trajectory.num_failed == 0
     answered = processor.tokenizer.decode(episode.trajectory.engine_ids)

@@ -19,8 +19,8 @@ from common.files import read_jsonl
 from common.records import Prompt, Trajectory
 from data import encode_prompt, encode_response, load_processor, load_samples
 from parts.turns import use_environment
-from parts.turns.episodes import Episodes
 from tests.helpers.marks import needs
+from tests.helpers.samplers import begin_episode, take_turn
 from tests.helpers.scripts import ROOT, run_script
 
 pytestmark = pytest.mark.usefixtures("environments")
@@ -100,15 +100,14 @@ def test_the_warm_start_reads_what_training_shows(rows, built, tmp_path):
     in_training = use_environment(processor, "zoom", max_turns=2, max_seen=48)
     samples = load_samples(str(folder / "data.jsonl"), "vqa", processor=in_training)
     by_name = {sample.images[0].name: i for i, sample in enumerate(samples)}
-    episodes, number = Episodes(samples, in_training), 0
+    number = 0
     for sample in load_samples(str(tmp_path / "chats.jsonl"), "vqa", processor=processor):
         expected, row = encode_prompt(sample, processor), by_name.get(sample.images[0].name)
         prompt = row is not None and encode_prompt(samples[row], in_training)
         if len(sample.images) == 2:
-            episode = episodes.begin(row, prompt)
-            ids = encode_response(samples[row], sample.turns[1].text, in_training)
-            assert episode.step(ids, torch.zeros(len(ids)), stopped=True, room=100)
-            prompt, number = joined(prompt, episode.rollout.trajectory), number + 1
+            episode = begin_episode(samples, in_training, row, prompt)
+            assert take_turn(episode, encode_response(samples[row], sample.turns[1].text, in_training).tolist())
+            prompt, number = joined(prompt, episode.rollout().trajectory), number + 1
         elif "tool_call" not in sample.answer:
             continue  # an answer without the tool, whose prompt does not name it
         assert prompt.engine_ids == expected.engine_ids
