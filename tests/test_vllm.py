@@ -342,7 +342,7 @@ def test_a_tool_that_hangs_or_raises_is_answered_in_text(turns):
 def test_an_error_in_a_turn_ends_the_run_and_leaves_the_engine_idle(turns):
     """What the engine samples next does not depend on it."""
     assert turns["refused"].startswith("UserError: row ")
-    assert turns["refused"].endswith("vLLM refuses a turn: too long")
+    assert turns["refused"].endswith("vLLM refuses the request: too long")
     assert turns["broken"] == "RuntimeError: broken"
     assert "differ from the trainer's" in turns["other_ids"]
     assert len(turns["afterwards"]) == 8
