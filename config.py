@@ -180,9 +180,10 @@ class RewardFlags(VerifierFlags):
         """Raise ValueError for invalid settings."""
         require(self.max_turns >= 1, "max_turns must be at least 1")
         require(self.env or self.max_turns == RewardFlags.max_turns, "max_turns needs an environment: give env")
-        for name in ("oversample", "tensor_parallel", "teacher"):
-            is_unset = getattr(self, name, None) in (None, 1)
-            require(is_unset or not self.env, f"{name} does not work with env: leave one of them out")
+        parallel = getattr(self, "tensor_parallel", 1) > 1
+        require(not (self.env and parallel), "env needs tensor_parallel 1: its processes would get answers out of step")
+        has_teacher = getattr(self, "teacher", None)
+        require(not (self.env and has_teacher), "teacher does not work with env: leave one of them out")
 
 
 @dataclass(kw_only=True)

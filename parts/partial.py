@@ -29,9 +29,9 @@ import torch
 
 from common import distributed
 from common.errors import UserError
-from common.records import Prompt, Rollout
+from common.records import Prompt, Rollout, Trajectory, Turn
 from config import Config
-from rollout import NOT_STARTED
+from rollout import ENGINES, NOT_STARTED
 from training import checkpoint
 from training.collect import Collector
 from training.prompt_stream import DrawnPrompt
@@ -49,16 +49,13 @@ class PartialCollector(Collector):
         self.in_flight: list[DrawnPrompt] = []  # drawn prompts of all processes not trained on yet, oldest first
 
     def state_dict(self) -> dict[str, Any]:
-        in_flight = [
-            vars(each) | {"rollouts": [vars(rollout) for rollout in each.rollouts]}
-            for each in self.in_flight  # not `asdict`, which would copy every tensor before every step
-        ]
+        in_flight = [vars(each) | {"rollouts": [*map(_as_data, each.rollouts)]} for each in self.in_flight]
         return super().state_dict() | {"in_flight": in_flight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.in_flight = [
-            DrawnPrompt(**each | {"rollouts": tuple(Rollout(**rollout) for rollout in each["rollouts"])})
+            DrawnPrompt(**each | {"rollouts": tuple(map(_from_data, each["rollouts"]))})
             for each in state.get("in_flight", [])
         ]
 
@@ -87,7 +84,15 @@ class PartialCollector(Collector):
             return super().sample(drawn, local_indices, prompts, step)
         rule = StoppingRule(step, self.cfg.prompts_per_step, self.cfg.num_generations, self.cfg.max_staleness)
         generate = functools.partial(self.generate, [drawn[i] for i in local_indices], prompts)
-        chosen, self.in_flight = sample_until_enough(generate, drawn, local_indices, rule)
+        park: Callable[[Rollout], Rollout] = _same
+        if environment := self.stream.processor.environment:
+            park, mine = environment.parked, set(local_indices)
+            restore = functools.partial(environment.restored, processor=self.stream.processor)
+            drawn = [
+                replace(each, rollouts=tuple(map(restore, each.rollouts))) if i in mine else each
+                for i, each in enumerate(drawn)
+            ]
+        chosen, self.in_flight = sample_until_enough(generate, drawn, local_indices, rule, park)
         return [replace(each, rollouts=tuple(with_num_stale(r, step) for r in each.rollouts)) for each in chosen]
 
     @property
@@ -115,8 +120,8 @@ def check_in_flight(cfg: Config, state: dict[str, Any]) -> None:
         raise UserError(f"{need} --max_staleness {saved['max_staleness']} or more, {then}")
     if cfg.tensor_parallel > 1:
         raise UserError(f"{need} --tensor_parallel 1, {then}")
-    if cfg.env:
-        raise UserError(f"{need} no --env, {then}")
+    if cfg.engine in ENGINES and not ENGINES[cfg.engine].should_stop:
+        raise UserError(f"{need} another sampler than --engine {cfg.engine}, which does not know `should_stop`, {then}")
     new = json.loads(json.dumps(asdict(cfg)))  # lists where there are tuples, as in what was saved
     for name in PROMPT_FORMAT:
         if not checkpoint.is_same_setting(saved[name], new[name]):
@@ -163,35 +168,64 @@ class StoppingRule:
         return chosen if in_time or all(complete) else None
 
 
+def _same(rollout: Rollout) -> Rollout:
+    return rollout
+
+
+def _as_data(rollout: Rollout) -> dict[str, Any]:
+    """Return `rollout` as plain data; not by `asdict`, which would copy every tensor before every step."""
+    data = vars(rollout)
+    if trajectory := rollout.trajectory:
+        own = vars(trajectory) | {"turns": [list(turn) for turn in trajectory.turns]}
+        own.pop("image_digest")  # of pictures that are prepared anew; and `torch.load` takes no empty bytes
+        data = data | {"trajectory": own}
+    return data
+
+
+def _from_data(data: dict[str, Any]) -> Rollout:
+    """Undo `_as_data`."""
+    if trajectory := data.get("trajectory"):
+        turns = [Turn(role, content) for role, content in trajectory["turns"]]
+        data = data | {"trajectory": Trajectory(**trajectory | {"turns": turns})}
+    return Rollout(**data)
+
+
 def sample_until_enough(
     generate: Callable[..., list[list[Rollout]]],
     drawn: list[DrawnPrompt],
     local_indices: list[int],
     rule: StoppingRule,
+    park: Callable[[Rollout], Rollout] = _same,
 ) -> tuple[list[DrawnPrompt], list[DrawnPrompt]]:
     """Sample until enough of the prompts in `drawn` are complete. Call it on every process.
 
     `local_indices` are those of the prompts that this process samples, and `generate(started, should_stop)` lets their
-    completions go on. Returns the prompts to train on and those that stay in flight, of all processes, oldest first.
+    completions go on. Returns the prompts to train on, those of other processes without completions, and those that
+    stay in flight, of all processes, as `park` makes them. Both are in order, oldest first.
     """
     steps = [each.step for each in drawn]
     started = [drawn[i].rollouts or (NOT_STARTED,) * rule.num_generations for i in local_indices]
     unfinished = [i for i, group in zip(local_indices, started) for old in group if not old.finished]
 
-    def should_stop(over: Set[int]) -> bool:
-        left = {i for number, i in enumerate(unfinished) if number not in over}
+    def choose(left: Set[int]) -> list[int] | None:
+        """Return the prompts to train on; those of this process that are in `left` are not complete."""
         is_complete = _gather_by_index({i: i not in left for i in local_indices})
-        return rule.choose(steps, [is_complete[i] for i in range(len(drawn))]) is not None
+        return rule.choose(steps, [is_complete[i] for i in range(len(drawn))])
 
-    rollouts = generate(started, should_stop)
+    def should_stop(over: Set[int]) -> bool:
+        return choose({i for number, i in enumerate(unfinished) if number not in over}) is not None
+
     sampled = {
         i: tuple(_with_token_counts(new, old, rule.step) for new, old in zip(after, before))
-        for i, before, after in zip(local_indices, started, rollouts)
+        for i, before, after in zip(local_indices, started, generate(started, should_stop))
     }
-    all_sampled = _gather_by_index(sampled)
-    continued = [replace(each, rollouts=all_sampled[i]) for i, each in enumerate(drawn)]
-    chosen = rule.choose(steps, [each.is_complete for each in continued])
-    return [continued[i] for i in chosen], [each for i, each in enumerate(continued) if i not in set(chosen)]
+    chosen = choose({i for i, group in sampled.items() if not all(rollout.finished for rollout in group)})
+    rest = [i for i in range(len(drawn)) if i not in set(chosen)]
+    kept = _gather_by_index({i: tuple(map(park, group)) for i, group in sampled.items() if i in set(rest)})
+    return (
+        [replace(drawn[i], rollouts=sampled.get(i, ())) for i in chosen],
+        [replace(drawn[i], rollouts=kept[i]) for i in rest],
+    )
 
 
 def _gather_by_index(local: dict[int, T]) -> dict[int, T]:

@@ -82,6 +82,7 @@ class HFEngine:
             waiting = _followers(then, over) if then else {}
             ended |= over.keys() - waiting.keys()
             outputs |= sampled | dict.fromkeys(waiting, NOTHING)
+            paused = paused or (bool(waiting) and is_enough(set()))
         while should_stop and not paused:  # other processes still sample
             paused = is_enough(set())
         return [outputs.get(i, NOTHING) for i in range(len(requests))]

@@ -55,7 +55,7 @@ def model_options(config: transformers.PreTrainedConfig, processor: Processor, l
         options["enable_mm_embeds"] = True
         options["mm_processor_kwargs"] = processor.preparation.vllm_options
         if processor.environment:
-            options["mm_processor_cache_gb"] = 0  # else, a picture seen before comes as its hash alone; see `extended`
+            options["mm_processor_cache_gb"] = 0  # else, a picture seen before comes as its hash alone; see `joined`
     return options
 
 

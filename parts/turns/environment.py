@@ -14,7 +14,7 @@ from common.records import Group, Prompt, Rollout, Sample
 from common.templates import control_tokens, variable_names
 from data import Processor
 from grading.calls import parameters
-from parts.turns.episodes import MAX_IMAGES, Episodes
+from parts.turns.episodes import MAX_IMAGES, Episodes, parked, restored
 from parts.turns.metrics import difference_by_turn, turn_metrics
 
 
@@ -42,6 +42,14 @@ class RunEnvironment:
     ) -> Episodes:
         """Return the episodes about `samples`, for `Engine.generate`; see `Episodes`."""
         return Episodes(samples, processor, add_features)
+
+    def parked(self, rollout: Rollout) -> Rollout:
+        """Return `rollout` as it waits for a later step; see `episodes.parked`."""
+        return parked(rollout)
+
+    def restored(self, rollout: Rollout, processor: Processor) -> Rollout:
+        """Return what `parked` was given."""
+        return restored(rollout, processor)
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return the metrics of this process's completions."""

@@ -28,7 +28,7 @@ def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def difference_by_turn(groups: Sequence[Group], logps: Sequence[Tensor], max_turns: int) -> dict[str, float]:
-    """Return the mean |log π_trainer − log π_sampler| of the trained tokens of each turn, in nats.
+    """Return the mean |log π_trainer − log π_sampler| of the tokens of each turn that this step sampled, in nats.
 
     `logps` has the log-probabilities (L,) of each completion of `groups` in the first update, in order. If dropout made
     them differ from the trainer's, the completions have those of a pass without it (`trainer_logp`).
@@ -39,7 +39,8 @@ def difference_by_turn(groups: Sequence[Group], logps: Sequence[Tensor], max_tur
         turn = torch.arange(len(lengths)).repeat_interleave(lengths)  # of each token
         trainer_logp = logp.cpu() if completion.trainer_logp is None else completion.trainer_logp
         difference = (trainer_logp - completion.sampling_logp).abs().double()
-        sums.index_add_(1, turn, torch.stack([difference, torch.ones_like(difference)]))
+        columns = torch.stack([difference, torch.ones_like(difference)])
+        sums.index_add_(1, turn[completion.num_stale :], columns[:, completion.num_stale :])
     difference, tokens = distributed.all_sum(sums)
     means = (difference / tokens).tolist()  # NaN: no completion has that many turns
     return {f"sampling/logp_difference_turn_{turn}": mean for turn, mean in enumerate(means, 1)}

@@ -40,6 +40,14 @@ def killer(*args, **fields):
     return pictures(*args, **fields)
 
 
+def varied(text, state, images, extents, **row):
+    """End a third of all episodes after each turn, and answer the others as `pictures` does, with one picture."""
+    state["turns"] = state.get("turns", 0) + 1
+    if len(text) % 3 == 0:
+        return Reply(None, state["turns"] % 2)
+    return ["Look: ", Image.new("RGB", (56, 28 + 28 * (state["turns"] % 3)), (40 * state["turns"], 9, 90)), "?"]
+
+
 class Unpicklable:
     def __reduce__(self):
         raise TypeError("it has an open file")
@@ -116,7 +124,7 @@ def parts(completion, answer, **fields):
     return [(0, half, 1.0), (half, len(completion), float(len(completion) % 2))] if half else 0.0
 
 
-for function in (over, pictures, killer, faulty, failing, hint):
+for function in (over, pictures, varied, killer, faulty, failing, hint):
     ENVIRONMENTS[function.__name__] = Environment(function)
 ENVIRONMENTS["function"] = over  # type: ignore[assignment]
 ENVIRONMENTS["nameless"] = Environment(lambda **_: None)

@@ -28,7 +28,7 @@ from data import encode_prompt, load_processor
 from packing import pack
 from parts.partial import PartialCollector, StoppingRule, check_lengths, partial_metrics, with_num_stale
 from policy.model import load_model, load_policy
-from rollout import NOT_STARTED
+from rollout import ENGINES, NOT_STARTED, EngineEntry
 from sampling.hf_engine import HFEngine
 from tests.helpers.models import plain_logprobs
 from tests.helpers.rows import make_sample
@@ -290,6 +290,15 @@ def test_what_is_in_flight_is_trained_on_without_the_flag_too(brief_model, shape
     monkeypatch.setattr(training.run, "check_engine_available", lambda *_: None)
     with pytest.raises(UserError, match="prompts in flight need --tensor_parallel 1, until"):
         grpo.main(cfg)
+    monkeypatch.setitem(ENGINES, "own", EngineEntry(make=ENGINES["hf"].make, title="mine"))
+    with pytest.raises(UserError, match="need another sampler than --engine own, which does not know `should_stop`"):
+        grpo.main(config(brief_model, shapes, third, engine="own", **flags))
+
+
+def test_a_sampler_that_cannot_be_stopped_is_refused(brief_model, shapes, tmp_path, monkeypatch):
+    monkeypatch.setitem(ENGINES, "own", EngineEntry(make=ENGINES["hf"].make, title="mine"))
+    with pytest.raises(UserError, match="--engine own does not know `should_stop`: leave --oversample out"):
+        grpo.main(config(brief_model, shapes, tmp_path, engine="own", **PARTIAL))
 
 
 def test_prompts_in_flight_of_another_form_are_refused_in_one_line(tmp_path):

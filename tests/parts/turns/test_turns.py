@@ -431,6 +431,43 @@ def test_a_run_killed_in_the_middle_of_a_turn_resumes_bit_for_bit(run, talker, s
     ]
 
 
+PARTIAL = dict(env="varied", max_turns=6, max_completion_length=60, max_prompt_length=600)
+PARTIAL |= dict(oversample=3.0, max_staleness=3, prompts_per_step=2, num_generations=2)
+
+
+@needs("parts/partial.py")
+def test_partial_rollouts_take_turns(talker, shapes, tmp_path):
+    """An episode that is interrupted goes on in the next step. A resumed run is the uninterrupted one, bit for bit."""
+    flags = dict(max_steps=4, save_every=2) | PARTIAL
+    grpo.main(config(talker, shapes, tmp_path / "whole", **flags))
+    rows = metrics(tmp_path / "whole")
+    assert any(row["partial/groups_unfinished"] for row in rows) and any(row["partial/tokens_of_age_1"] for row in rows)
+    assert max(row["turns/mean"] for row in rows) > 1.5
+    differences = [row[f"sampling/logp_difference_turn_{turn}"] for row in rows for turn in (1, 2, 3)]
+    assert max(difference for difference in differences if difference is not None) < 1e-4
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "run" / "checkpoint-2")
+    in_flight = torch.load(tmp_path / "run" / "checkpoint-2" / "in_flight.pt", weights_only=True)
+    waiting = [rollout for each in in_flight for rollout in each["rollouts"] if not rollout["finished"]]
+    assert any(rollout["trajectory"]["turn_lengths"] for rollout in waiting), "in the middle of an episode"
+    grpo.main(config(talker, shapes, tmp_path / "run", resume="newest", **flags))
+    one, other = weights(tmp_path / "whole" / "final"), weights(tmp_path / "run" / "final")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert metrics(tmp_path / "whole")[2:] == metrics(tmp_path / "run")
+
+
+@pytest.mark.slow
+@needs("parts/partial.py")
+def test_episodes_in_flight_move_between_processes(talker, shapes, tmp_path):
+    """With their pictures: what they have seen is what the trainer sees."""
+    flags = flags_of(talker, shapes, tmp_path, save_every=0, eval_every=0, max_steps=6, **PARTIAL)
+    done = run_script("grpo.py", *flags, processes=2)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [row for row in metrics(tmp_path) if "reward" in row]
+    assert any(row["partial/groups_unfinished"] for row in rows) and any(row["partial/tokens_of_age_1"] for row in rows)
+    differences = [row[f"sampling/logp_difference_turn_{turn}"] for row in rows for turn in (1, 2, 3)]
+    assert max(difference for difference in differences if difference is not None) < 1e-4
+
+
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
@@ -500,8 +537,7 @@ def test_show_prints_a_prompt_with_the_tools_of_its_environment(tiny_model, shap
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (dict(oversample=2.0), "oversample does not work with env: leave one of them out"),
-        (dict(tensor_parallel=2), "tensor_parallel does not work with env: leave one of them out"),
+        (dict(tensor_parallel=2), "env needs tensor_parallel 1: its processes would get answers out of step"),
         (dict(teacher="x"), "teacher does not work with env: leave one of them out"),
         (dict(max_turns=0), "max_turns must be at least 1"),
         (dict(env=None, max_turns=2), "max_turns needs an environment: give env"),
@@ -556,14 +592,6 @@ def test_families_without_a_test_of_turns_are_refused(family, tmp_path):
     processor = load_processor(save_tiny(family, tmp_path), "count")
     with pytest.raises(UserError, match=r"^--env over: .* cannot be trained on several turns yet; docs/turns.md says"):
         use_environment(processor, "over", 4, 400)
-
-
-def test_prompts_in_flight_do_not_go_on_with_an_environment():
-    from parts.partial import check_in_flight
-
-    with pytest.raises(UserError, match=r"^--resume: the checkpoint's prompts in flight need no --env, until a run"):
-        state = {"config": {"max_staleness": 2}, "collector": {"in_flight": []}}
-        check_in_flight(Config(data="rows", env="over"), state)
 
 
 def test_a_run_resumes_with_its_own_environment(run, talker, shapes, tmp_path):
