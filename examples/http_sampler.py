@@ -64,8 +64,13 @@ class HTTPEngine:
                 self.ask("weights", weights)
 
     def generate(self, requests, sampling):
-        fields = [vars(each) | {"prompt": vars(each.prompt) | {"images": []}} for each in requests]
-        return [Output(**output) for output in self.ask("generate", {"requests": fields, "sampling": vars(sampling)})]
+        prompts = {id(each.prompt): each.prompt for each in requests}  # each once: completions share what is computed
+        question = {
+            "prompts": {key: vars(prompt) | {"images": []} for key, prompt in prompts.items()},
+            "requests": [vars(each) | {"prompt": id(each.prompt)} for each in requests],
+            "sampling": vars(sampling),
+        }
+        return [Output(**output) for output in self.ask("generate", question)]
 
     def sleep(self):
         pass
@@ -84,8 +89,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/weights":
             engine.model.load_state_dict(request, strict=False)
         else:
-            requests = [Request(**fields | {"prompt": Prompt(**fields["prompt"])}) for fields in request["requests"]]
-            answer = [vars(output) for output in engine.generate(requests, Sampling(**request["sampling"]))]
+            prompts = {key: Prompt(**fields) for key, fields in request["prompts"].items()}
+            asked = [Request(**fields | {"prompt": prompts[fields["prompt"]]}) for fields in request["requests"]]
+            answer = [vars(output) for output in engine.generate(asked, Sampling(**request["sampling"]))]
         self.send_response(200)
         self.end_headers()
         self.wfile.write(pack(answer))

@@ -294,7 +294,7 @@ def check_outputs(outputs: Any, requests: Sequence, processor: Any) -> None:
     for output, request in zip(outputs, requests):
         if fault := _fault(output, request.max_tokens, vocabulary):
             expected = f"an Output of at most {request.max_tokens} tokens from 0 to {vocabulary - 1}"
-            raise UserError(f"the sampler returned {fault}; expected {expected}")
+            raise UserError(f"the sampler returned an output of {fault}; expected {expected}")
 
 
 def _fault(output: Any, longest: int, vocabulary: int) -> str:

@@ -366,3 +366,22 @@ def test_partial_rollouts_through_vllm(with_images, brief_model, tmp_path):
     assert any(row["partial/groups_unfinished"] for row in rows)
     assert any(row["partial/tokens_of_age_1"] for row in rows)
     assert rows[-1]["partial/groups_unfinished"] == rows[-1]["partial/groups_waiting"] == 0
+
+
+def test_partial_rollouts_take_turns_through_vllm(tmp_path):
+    """Interrupted episodes go on in the next step, behind the pictures that they have seen."""
+    talker = save_tiny("qwen2_5_vl", tmp_path / "model", wide_heads=not ON_GPU)
+    settings = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    settings["eos_token_id"] = [settings["eos_token_id"], *range(5, 256, 12)]
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(settings))
+    data = write_rows(tmp_path, with_images=True)
+    flags = [f"--model={talker}", f"--data={data}", f"--output={tmp_path}/run", "--task=count", "--engine=vllm"]
+    flags += ["--plugin=tests/helpers/environments.py", "--env=varied", "--max_turns=6", "--max_prompt_length=700"]
+    flags += ["--max_steps=6", "--prompts_per_step=2", "--num_generations=2", "--max_completion_length=200"]
+    flags += ["--learning_rate=1e-3", "--vllm_memory=0.1", "--no_compile", "--oversample=3", "--max_staleness=3"]
+    process = run("grpo.py", *flags, "--report_every=1")
+    assert process.returncode == 0, process.stderr[-6000:]
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    differences = [row[f"sampling/logp_difference_turn_{turn}"] for row in rows for turn in (1, 2, 3)]
+    assert max(difference for difference in differences if difference is not None) < TOLERANCE
+    assert any(row["partial/groups_unfinished"] for row in rows) and max(row["turns/mean"] for row in rows) > 1.5

@@ -18,7 +18,7 @@ import rollout
 from common import cli, distributed, plugins
 from common.environments import ENVIRONMENTS, Environment
 from common.errors import UserError, check_call
-from common.records import Rewards, Rollout, Sampling
+from common.records import Output, Prompt, Request, Rewards
 from common.spans import as_tensors
 from config import Config, EngineFlags, RewardFlags
 from data import load_processor
@@ -26,7 +26,7 @@ from evaluation.scorer import Scorer
 from packing import TokenValues
 from parts.plugins import (
     check_entries,
-    check_rollouts,
+    check_outputs,
     checked_advantage,
     checked_maker,
     checked_objective,
@@ -260,36 +260,30 @@ def processor(tiny_model):
     return load_processor(tiny_model, "count")
 
 
-SOUND = Rollout(torch.arange(4), torch.zeros(4), text="1")
+SOUND = Output(torch.arange(4), torch.zeros(4), "length")
 
 
 @pytest.mark.parametrize(
-    ("groups", "message"),
+    ("outputs", "message"),
     [
-        (
-            None,
-            r"groups of \[1\], a completion of a NoneType, a NoneType, a NoneType; expected 2 groups of 2 completions",
-        ),
-        (
-            [[SOUND] * 2],
-            r"groups of \[2\]; expected 2 groups of 2 completions, of at most 4 tokens from 0 to \d+, each",
-        ),
-        ([[SOUND] * 2, [SOUND]], r"groups of \[2, 1\]; expected"),
-        ([[SOUND] * 2, [SOUND, "1"]], r"a completion of a NoneType, a NoneType, a NoneType; expected"),
-        ([[SOUND] * 2, [SOUND, replace(SOUND, ids=[1, 2])]], r"of a list, float \(4,\), a str; expected"),
-        ([[SOUND] * 2, [SOUND, replace(SOUND, ids=torch.zeros(4))]], r"of float \(4,\), float \(4,\), a str"),
-        ([[SOUND] * 2, [SOUND, replace(SOUND, ids=torch.arange(3))]], r"of int64 \(3,\), float \(4,\), a str"),
-        ([[SOUND] * 2, [SOUND, replace(SOUND, text=None)]], r"of int64 \(4,\), float \(4,\), a NoneType"),
-        ([[SOUND] * 2, [SOUND, replace(SOUND, ids=-torch.arange(4))]], r"of 4 tokens, tensor\(\[ 0, -1, -2, -3\]\)"),
-        ([[SOUND] * 2, [SOUND, replace(SOUND, ids=torch.full((4,), 10**6))]], r"of 4 tokens, tensor\(\[1000000"),
-        ([[SOUND] * 2, [Rollout(torch.arange(5), torch.zeros(5))] * 2], r"of 5 tokens, tensor\(\[0, 1"),
+        (None, "a NoneType; expected a list of 2, an Output for each request"),
+        ([SOUND], "1 outputs; expected a list of 2"),
+        ([SOUND, "1"], "an output of a NoneType, a NoneType; expected"),
+        ([SOUND, replace(SOUND, ids=[1, 2])], r"an output of a list, float \(4,\); expected"),
+        ([SOUND, replace(SOUND, ids=torch.zeros(4))], r"an output of float \(4,\), float \(4,\)"),
+        ([SOUND, replace(SOUND, ids=torch.arange(3))], r"an output of int64 \(3,\), float \(4,\)"),
+        ([SOUND, replace(SOUND, reason="eos")], "an output of the reason 'eos'"),
+        ([SOUND, replace(SOUND, ids=-torch.arange(4))], r"an output of 4 tokens, tensor\(\[ 0, -1, -2, -3\]\)"),
+        ([SOUND, replace(SOUND, ids=torch.full((4,), 10**6))], r"an output of 4 tokens, tensor\(\[1000000"),
+        ([SOUND, Output(torch.arange(5), torch.zeros(5))], "an output of 5 tokens, .*; expected an Output of at most 4"),
     ],
 )
-def test_what_a_sampler_returns_is_checked(groups, message, processor):
-    sampling = Sampling(2, 4)
-    check_rollouts([[SOUND] * 2] * 2, 2, sampling, processor)
-    with pytest.raises(UserError, match=f"^the sampler returned .*{message}"):
-        check_rollouts(groups, 2, sampling, processor)
+def test_what_a_sampler_returns_is_checked(outputs, message, processor):
+    ids = torch.arange(2)
+    requests = [Request(Prompt(ids, [0, 1], ids[None]), ids[:0], 0, index, 4) for index in range(2)]
+    check_outputs([SOUND] * 2, requests, processor)
+    with pytest.raises(UserError, match=f"^the sampler returned {message}"):
+        check_outputs(outputs, requests, processor)
 
 
 def test_a_sampler_that_is_none_and_a_package_of_another_name(monkeypatch, processor, capsys):
@@ -298,7 +292,7 @@ def test_a_sampler_that_is_none_and_a_package_of_another_name(monkeypatch, proce
     flags, cpu = EngineFlags(engine="own"), torch.device("cpu")
     assert rollout.choose_engine(flags, cpu) == "own" and capsys.readouterr().err == "sampler: mine\n"
     with pytest.raises(UserError, match=r"^--engine own: it made a NoneType: see `Engine` in rollout.py$"):
-        checked_maker("own", entry.make)(flags, "m", processor, cpu, torch.float32, None, None)
+        checked_maker("own", entry)(flags, "m", processor, cpu, torch.float32, None, None)
     missing = rollout.EngineEntry(lambda *_: None, "mine", "nowhere.at_all")
     assert missing.lacks(cpu) == ["mine is not installed"]
 
