@@ -182,8 +182,6 @@ class RewardFlags(VerifierFlags):
         require(self.env or self.max_turns == RewardFlags.max_turns, "max_turns needs an environment: give env")
         parallel = getattr(self, "tensor_parallel", 1) > 1
         require(not (self.env and parallel), "env needs tensor_parallel 1: its processes would get answers out of step")
-        has_teacher = getattr(self, "teacher", None)
-        require(not (self.env and has_teacher), "teacher does not work with env: leave one of them out")
 
 
 @dataclass(kw_only=True)

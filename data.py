@@ -127,7 +127,8 @@ def processor_for(cfg: Any, task: str | None = None) -> Processor:
     if cfg.env:
         from parts.turns import use_environment
 
-        processor = use_environment(processor, cfg.env, cfg.max_turns, cfg.max_prompt_length)
+        has_teacher = bool(getattr(cfg, "teacher", None))
+        processor = use_environment(processor, cfg.env, cfg.max_turns, cfg.max_prompt_length, has_teacher)
     return processor
 
 

@@ -180,14 +180,11 @@ def main(cfg: Config) -> None:
             lock_file(pathlib.Path(cfg.output, "evaluation.lock"), f"--output {cfg.output} is in use")
     except OSError as error:
         raise UserError(f"cannot write to {cfg.output!r} ({error.strerror}): choose another --output") from None
-    baseline = saved = None
-    if cfg.benchmark or cfg.baseline or cfg.predictions:
-        from parts.benchmarks import prepare
-
-        judge, baseline, saved = prepare(cfg)
-    else:
-        judge = Judge(cfg)
-    if benchmarks := extra("benchmarks"):
+    judge, baseline, saved = Judge(cfg), None, None
+    is_needed = bool(cfg.benchmark or cfg.baseline or cfg.predictions)
+    if benchmarks := extra("benchmarks", is_needed):
+        if is_needed:
+            judge, baseline, saved = benchmarks.prepare(cfg)
         judge.interval = benchmarks.mean_interval
     samples, outputs = saved or generate_responses(cfg, device, judge, baseline)
     results = judge(samples, outputs)

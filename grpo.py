@@ -67,24 +67,17 @@ def group_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
     return torch.where(is_varied(rewards)[:, None], (centred / divisor).nan_to_num(), 0.0)
 
 
-def gdpo_advantages(parts: dict[str, Tensor], reward_weights: dict[str, float]) -> Tensor:
-    """Return the advantages (P, G) of several rewards (P, G), given by name (GDPO, arXiv:2601.05242).
+def _gdpo(rewards: GroupRewards, reward_weights: dict[str, float], cfg: Config) -> Tensor:
+    from parts.dapo import gdpo_advantages
 
-    Each reward k is first normalised in its group to A_k, so that no reward hides another. The weighted sum
-    S = Σ_k w_k · A_k, whose mean is 0, is then divided by std(S) + ε, over the batch.
-    """
-    weights = {name: weight for name, weight in reward_weights.items() if weight}
-    unscored = sum(parts[name] for name in weights).isnan()
-    sums = sum(w * group_advantages(parts[name].masked_fill(unscored, math.nan)) for name, w in weights.items())
-    std = deviation(sums.masked_fill(unscored, math.nan).reshape(1, -1))
-    return torch.where(is_varied(sums)[:, None], sums / (std + EPSILON), 0.0)
+    return gdpo_advantages(rewards.parts, reward_weights, group_advantages)
 
 
 ADVANTAGES: dict[str, Callable[[GroupRewards, dict[str, float], Config], Tensor]] = {  # rewards, reward weights, flags
     "group": lambda rewards, reward_weights, cfg: group_advantages(rewards.total, "group"),
     "batch": lambda rewards, reward_weights, cfg: group_advantages(rewards.total, "batch"),
     "none": lambda rewards, reward_weights, cfg: group_advantages(rewards.total, "none"),
-    "gdpo": lambda rewards, reward_weights, cfg: gdpo_advantages(rewards.parts, reward_weights),
+    "gdpo": _gdpo,
 }
 
 

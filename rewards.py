@@ -28,7 +28,7 @@ from grading.answers import balanced, first_count, split_think_answer, words
 Reward = Callable[..., float | list[tuple[int, int, float]] | None]
 
 
-# --- format and length ------------------------------------------------------------------------------------------------
+# --- format ----------------------------------------------------------------------------------------------------------
 
 
 def format_reward(completion: str, answer: str = "", **_: object) -> float:
@@ -39,18 +39,6 @@ def format_reward(completion: str, answer: str = "", **_: object) -> float:
     answer blocks (one of which is right), text after the answer, and an empty think block.
     """
     return float(completion.lstrip().startswith("<think>") and split_think_answer(completion) is not None)
-
-
-def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
-    """Return the penalty for a long completion (DAPO, arXiv:2503.14476, eq. 13); range −1 to 0.
-
-    The penalty is 0 up to max_length − buffer tokens and falls linearly to −1 at max_length. Example: with a limit of
-    100 tokens and a buffer of 20, a completion of 90 tokens gets −0.5. Guards against reasoning that continues until it
-    is truncated. Raises ValueError unless 0 < buffer <= max_length.
-    """
-    if not 0 < buffer <= max_length:
-        raise ValueError(f"the overlong buffer ({buffer}) must be above 0 and at most the length limit ({max_length})")
-    return max(-1.0, min(0.0, (max_length - buffer - length) / buffer))
 
 
 # --- counting ---------------------------------------------------------------------------------------------------------

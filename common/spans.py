@@ -5,7 +5,6 @@ Shapes: P prompts with G completions each, L tokens in one completion.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -55,12 +54,3 @@ def as_tensors(groups: Sequence[Sequence[Rewards]]) -> GroupRewards:
     total = tensor([[rewards.total for rewards in group] for group in groups])
     raw = tensor([[rewards.raw for rewards in group] for group in groups])
     return GroupRewards(total, raw, parts, [[rewards.spans for rewards in group] for group in groups])
-
-
-def without_penalty(rewards: GroupRewards) -> GroupRewards:
-    """Return `rewards` as they are before the overlong penalty."""
-    spans = [
-        [tuple(replace(span, rewards=replace(span.rewards, total=span.rewards.raw)) for span in each) for each in group]
-        for group in rewards.spans
-    ]
-    return replace(rewards, total=rewards.raw, spans=spans)

@@ -22,7 +22,7 @@ from config import RewardFlags, VerifierFlags
 from grading import answers
 from grading.calls import PARAMETERS, call, parameters, start_workers
 from inputs.images import decode_image
-from rewards import MAX_REWARD, format_reward, get_task, overlong_penalty
+from rewards import MAX_REWARD, format_reward, get_task
 
 RESERVED = ("overlong", "no_verdict")  # metrics beside those of the rewards
 CALLS_TOGETHER = 32  # user-defined rewards that a worker computes one after the other, without asking for more
@@ -60,7 +60,12 @@ class Scorer:
 
     def __init__(self, task: str, flags: RewardFlags, overlong_buffer: int = 0):
         get_task(task)
-        self.task, self.flags, self.overlong_buffer = task, flags, overlong_buffer
+        self.task, self.flags = task, flags
+        self.penalty: Any = None  # the overlong penalty, if there is one
+        if overlong_buffer:
+            from parts.dapo import OverlongPenalty
+
+            self.penalty = OverlongPenalty(overlong_buffer)
         self.built_in = {name: each.reward for name, each in rewards.TASKS.items()} | {"format": format_reward}
         self.weights = {task: 1.0}
         if flags.env in (*self.built_in, *RESERVED):
@@ -101,7 +106,7 @@ class Scorer:
     @property
     def all_weights(self) -> dict[str, float]:
         """The weights of all `Rewards.parts`, by name: `weights`, and 1 for the overlong penalty."""
-        return self.weights | ({"overlong": 1.0} if self.overlong_buffer else {})
+        return self.weights | ({"overlong": 1.0} if self.penalty else {})
 
     @property
     def format(self) -> Callable[[str], bool] | None:
@@ -213,10 +218,8 @@ class Scorer:
     def _sum(self, parts: dict[str, float], length: int, max_length: int | None) -> Rewards:
         """Return the weighted sum of `parts`, and the overlong penalty for a completion of `length` tokens."""
         raw = sum((weight * parts[name] for name, weight in self.weights.items() if weight), 0.0)
-        if not (self.overlong_buffer and max_length):
-            return Rewards(raw, raw, parts)
-        penalty = overlong_penalty(length, max_length, self.overlong_buffer)
-        return Rewards(raw + penalty, raw, parts | {"overlong": penalty})
+        rewards = Rewards(raw, raw, parts)
+        return self.penalty.add_to(rewards, length, max_length) if self.penalty and max_length else rewards
 
     def _values(self, name: str, pairs: list[tuple[Sample, Rollout]]) -> list[Value]:
         """Compute one reward of each completion."""

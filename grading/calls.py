@@ -31,17 +31,13 @@ def parameters(name: str) -> tuple[list[str], list[str], bool]:
     return list(found), required, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.values())
 
 
-def killable_workers(count: int, names: list[str]) -> Any:
-    """Return a `WorkerPool` of `count` processes for the functions `names`."""
-    from parts.workers import WorkerPool
+def start_workers(count: int, names: list[str], may_hang: bool = True) -> Any:
+    """Return a `WorkerPool` of `count` processes for the functions `names`.
 
-    return WorkerPool(count, names)
-
-
-def start_workers(count: int, names: list[str]) -> Any:
-    """Like `killable_workers`; without parts/workers.py, return what calls the functions in this process."""
-    if extra("workers"):
-        return killable_workers(count, names)
+    Without parts/workers.py, return what calls them in this process, if they `may_hang` it.
+    """
+    if workers := extra("workers", is_needed=not may_hang):
+        return workers.WorkerPool(count, names)
     console.log("no workers: parts/workers is not here, so that a reward that hangs, hangs the run")
     return DirectCalls()
 

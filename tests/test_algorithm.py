@@ -18,7 +18,6 @@ from common.errors import UserError
 from common.records import GroupRewards, Rewards, Rollout, ScoredGroup
 from config import Config
 from grpo import (
-    gdpo_advantages,
     group_advantages,
     importance_weights,
     resolve_loss,
@@ -58,33 +57,6 @@ def test_rewards_that_differ_by_rounding_alone_count_as_equal():
     # mean 5e-5, standard deviation 1e-4/√2: ε = 1e-6 makes itself felt
     want = 5e-5 / (1e-4 / math.sqrt(2) + 1e-6)
     torch.testing.assert_close(group_advantages(torch.tensor([[0.0, 1e-4]])), torch.tensor([[-want, want]]))
-
-
-def test_gdpo_normalises_each_reward_in_its_group():
-    """The second reward is ten times as large. Its weighted sum with the first would hide the first."""
-    parts = {"a": torch.tensor([[1.0, 0.0], [0.0, 1.0]]), "b": torch.tensor([[0.0, 10.0], [10.0, 10.0]])}
-    unit = 1 / math.sqrt(2)  # (1 − 0.5) / std, with std = 1/√2
-    sums = [unit - 2 * unit, -unit + 2 * unit, -unit, unit]
-    std = math.sqrt(sum(x * x for x in sums) / 3)
-    want = torch.tensor(sums).view(2, 2) / std
-    torch.testing.assert_close(gdpo_advantages(parts, {"a": 1.0, "b": 2.0}), want)
-    # rewards that cancel leave a rounding error, which must not be divided by its own deviation
-    opposite = {"a": torch.tensor([[0.1, 0.2, 0.4]]), "b": torch.tensor([[0.4, 0.3, 0.1]])}
-    assert not gdpo_advantages(opposite, {"a": 1.0, "b": 1.0}).any()
-    tiny = gdpo_advantages({"a": torch.tensor([[1.0, 0.0]])}, {"a": 1e-6})  # ε is larger than the deviation of the sum
-    torch.testing.assert_close(tiny, torch.tensor([[1e-6 * unit, -1e-6 * unit]]) / (1e-6 + 1e-6))
-    equal = {"a": torch.ones(2, 3), "b": torch.zeros(2, 3)}
-    assert torch.equal(gdpo_advantages(equal, {"a": 1.0, "b": 2.0}), torch.zeros(2, 3))
-
-
-def test_gdpo_leaves_unscored_completions_out():
-    """A completion without one of the rewards counts for none of them, unless that reward is only logged."""
-    parts = {"a": torch.tensor([[1.0, 0.0, 1.0]]), "b": torch.tensor([[NAN, 1.0, 2.0]])}
-    got = gdpo_advantages(parts, {"a": 1.0, "b": 1.0})
-    assert got[0, 0] == 0
-    others = {name: values[:, 1:] for name, values in parts.items()}
-    torch.testing.assert_close(got[:, 1:], gdpo_advantages(others, {"a": 1.0, "b": 1.0}))
-    torch.testing.assert_close(gdpo_advantages(parts, {"a": 1.0, "b": 0.0}), group_advantages(parts["a"]))
 
 
 def test_left_out_completions_count_for_nothing():

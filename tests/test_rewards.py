@@ -334,12 +334,6 @@ def test_count_format():
     assert rewards.count_format("3") == 0
 
 
-@pytest.mark.parametrize("case", cases("overlong"), ids=lambda c: str(c["length"]))
-def test_overlong_vectors(case):
-    got = rewards.overlong_penalty(case["length"], case["max_length"], case["buffer"])
-    assert got == pytest.approx(case["want"], abs=5e-7)
-
-
 def test_the_format_is_measured_where_a_reward_depends_on_it(monkeypatch):
     assert Scorer("vqa", RewardFlags()).format("<think>1</think><answer>2</answer>")
     assert Scorer("count", RewardFlags()).format("A photo of 2 circles")

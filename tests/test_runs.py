@@ -222,14 +222,6 @@ def test_the_distance_from_the_sampler_is_measured_before_the_policy_changes(tin
     assert metrics(tmp_path)[0]["sampling/logp_difference_mean"] < 1e-5
 
 
-def test_the_overlong_penalty_is_trained_on(brief_model, shapes, tmp_path):
-    (tmp_path / "r.py").write_text("def third(completion, answer):\n    return 1 / 3\n")
-    more = dict(reward=("count=0", f"{tmp_path}/r.py:third"), overlong_buffer=9)
-    grpo.main(config(brief_model, shapes, tmp_path / "run", max_steps=1, **more))
-    (row,) = metrics(tmp_path / "run")
-    assert row["reward_std"] > 0 and row["grad_norm"] > 1e-3, "the completions differ in length alone"
-
-
 def test_resume_is_the_same_run(run, tiny_model, shapes, tmp_path):
     """A run resumed after two of its four steps is bit-for-bit identical to an uninterrupted run."""
     cfg = config(tiny_model, shapes, tmp_path, max_steps=4, save_every=2, beta=0.01)

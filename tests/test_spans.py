@@ -13,7 +13,7 @@ from common.errors import StepFailed
 from common.files import read_jsonl
 from common.parts import extra
 from common.records import Completion, Group, GroupRewards, Prompt, Rewards, Rollout, ScoredGroup, Span
-from common.spans import as_tensors, spread_over_tokens, without_penalty
+from common.spans import as_tensors
 from config import Config
 from data import load_processor
 from evaluation.scorer import Scorer
@@ -213,12 +213,6 @@ def test_every_advantage_takes_spans_and_none_changes_without(advantage):
     assert with_spans[0, 1, 0] < 0 < with_spans[0, 0, 0]
     assert with_spans[0, 0, 1:].eq(0).all(), "the sums are equal"
     assert grpo.advantages_of(group_rewards([[(), ()]], [[1.0, 0.0]]), {"own": 1.0}, cfg).shape == (1, 2)
-
-
-def test_without_the_overlong_penalty_spans_have_none_either():
-    rewards = without_penalty(group_rewards([[(span(0, 1, 1.0),), ()]], [[1.0, 1.0]]))
-    assert rewards.spans[0][0][0].rewards.total == 0.0
-    assert spread_over_tokens(lambda part: part.total, rewards, 2)[0, 0].tolist() == [0.0, 1.0]
 
 
 def scored(lengths: list[int], totals: list[float]) -> ScoredGroup:

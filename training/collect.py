@@ -15,7 +15,7 @@ from torch import Tensor
 from common import distributed, signals
 from common.errors import StepFailed
 from common.records import GroupRewards, Prompt, Rewards, Rollout, Sampling, ScoredGroup
-from common.spans import as_tensors, without_penalty
+from common.spans import as_tensors
 from config import Config
 from evaluation.scorer import Scorer
 from policy.model import Policy, cache_image_features
@@ -103,7 +103,9 @@ class Collector:
         """Return the indices of the groups that dynamic sampling keeps; without it, all."""
         if not self.cfg.dynamic_sampling_rounds:
             return list(range(len(rewards.total)))
-        advantages = advantages_of(without_penalty(rewards), dict(self.scorer.weights), self.cfg)
+        if self.scorer.penalty:
+            rewards = self.scorer.penalty.taken_from(rewards)
+        advantages = advantages_of(rewards, dict(self.scorer.weights), self.cfg)
         return advantages.nan_to_num().flatten(1).any(dim=1).nonzero()[:, 0].tolist()
 
     def sample_round(self, policy: Policy, step: int) -> tuple[list[ScoredGroup], list[list[Rewards]]]:

@@ -30,7 +30,11 @@ def load_teacher_processor(cfg: Config, processor: Processor, samples: list[Samp
     if its < own:
         raise UserError(f"--teacher {cfg.teacher!r} has an embedding of {its} tokens, --model one of {own}")
     sees_the_same = (pixels, side) == (cfg.max_pixels, cfg.max_side) and _looks_of(teacher) == _looks_of(processor)
-    if not sees_the_same or any(sample.teacher_images for sample in samples):
+    sees_more = any(sample.teacher_images for sample in samples)
+    if cfg.env and (sees_more or not sees_the_same):
+        problem = "with --env, a teacher sees what the model sees"
+        raise UserError(f"--teacher: {problem}: leave --teacher_pixels and the column 'teacher_images' out")
+    if sees_more or not sees_the_same:
         validate_rows([sample.for_teacher for sample in samples], cfg.data, None, teacher, keep_duplicates=True)
     return processor if sees_the_same else teacher
 

@@ -104,7 +104,7 @@ class Updater:
         """
         groups = [group for minibatch in minibatches for group in minibatch]
         if name == "teacher_logp":
-            groups = [replace(group, prompt=group.prompt.for_teacher) for group in groups]
+            groups = list(map(_for_teacher, groups))
         with self.clock(PHASES[name]), ExitStack() as stack:
             if name != "trainer_logp":
                 stack.enter_context(reference_weights(policy.model))
@@ -206,3 +206,10 @@ class Updater:
                 for _, scheduler in self.optimizers:
                     scheduler.step()
         return {"lr": self.optimizers[0][1].get_last_lr()[0]}
+
+
+def _for_teacher(group: Group) -> Group:
+    """Return `group` as the teacher sees it."""
+    seen = [each.trajectory and (each.trajectory.for_teacher or each.trajectory) for each in group.completions]
+    completions = [replace(each, trajectory=trajectory) for each, trajectory in zip(group.completions, seen)]
+    return replace(group, prompt=group.prompt.for_teacher, completions=completions)

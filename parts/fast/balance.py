@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from common import distributed
-from common.records import Group, Prompt
+from common.records import Group, Trajectory
 
 MIN_GAIN = 0.02  # a transfer itself takes time, so it must save at least this fraction of the mean load
 
@@ -110,16 +110,13 @@ def rebalance(groups: list[Group], vision_cost: float) -> list[Group]:
 def _without_images(group: Group) -> Group:
     """Return `group` without the data that training does not use: images and, if features are cached, patches."""
 
-    def unused(part: Prompt) -> dict[str, Any]:
-        return {"images": [], "vision": part.vision if part.features is None else {}}
+    def without(part: Any) -> Any:
+        turns: dict[str, Any] = {"turns": []} if isinstance(part, Trajectory) else {}
+        vision = part.vision if part.features is None else {}
+        for_teacher = part.for_teacher and without(part.for_teacher)
+        return replace(part, images=[], vision=vision, for_teacher=for_teacher, **turns)
 
-    prompt = replace(group.prompt, **unused(group.prompt))
-    if prompt.for_teacher:
-        prompt = replace(prompt, for_teacher=replace(prompt.for_teacher, images=[]))
     completions = [
-        replace(each, trajectory=replace(each.trajectory, turns=[], **unused(each.trajectory)))
-        if each.trajectory
-        else each
-        for each in group.completions
+        replace(each, trajectory=without(each.trajectory)) if each.trajectory else each for each in group.completions
     ]
-    return replace(group, prompt=prompt, completions=completions)
+    return replace(group, prompt=without(group.prompt), completions=completions)

@@ -8,7 +8,7 @@ from typing import Any
 
 from common.errors import CallFailed, UserError, WorkerLost
 from grading.answers import balanced
-from grading.calls import call, killable_workers
+from grading.calls import call, start_workers
 
 MATH_TIMEOUT = 1.0  # seconds; an ordinary comparison takes milliseconds
 MATH_EQUAL = f"{pathlib.Path(__file__).resolve().parent}/equal.py:math_equal"
@@ -19,7 +19,7 @@ _worker_pool_lock = threading.Lock()
 def _math_workers() -> Any:
     """Start the processes that compare answers. The CPU cores are divided among this machine's training processes."""
     cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return killable_workers(min(max(cores, 1), 8), [MATH_EQUAL])
+    return start_workers(min(max(cores, 1), 8), [MATH_EQUAL], may_hang=False)
 
 
 def _math_equal(candidate: str, gold: str, seconds: float) -> bool:

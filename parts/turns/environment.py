@@ -28,6 +28,7 @@ class RunEnvironment:
     description: str  # of the tools, at the end of the system prompt, if it cannot
     max_turns: int  # of the model in an episode
     max_seen: int  # maximum number of tokens that the model sees in an episode, with the prompt
+    has_teacher: bool = False  # then a trajectory keeps its pixels, for the teacher's own vision tower
 
     @property
     def max_images(self) -> int:
@@ -49,7 +50,10 @@ class RunEnvironment:
 
     def restored(self, rollout: Rollout, processor: Processor) -> Rollout:
         """Return what `parked` was given."""
-        return restored(rollout, processor)
+        rollout = restored(rollout, processor)
+        if self.has_teacher and rollout.finished and rollout.trajectory and rollout.trajectory.images:
+            rollout.trajectory.for_teacher = replace(rollout.trajectory)
+        return rollout
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return the metrics of this process's completions."""
@@ -60,12 +64,15 @@ class RunEnvironment:
         return difference_by_turn(groups, logps, self.max_turns)
 
 
-def use_environment(processor: Processor, name: str, max_turns: int, max_seen: int) -> Processor:
+def use_environment(
+    processor: Processor, name: str, max_turns: int, max_seen: int, has_teacher: bool = False
+) -> Processor:
     """Return `processor` with the environment `name`, whose tools its prompts then describe.
 
-    `max_turns`, `max_seen`: see `RunEnvironment`. Raises UserError if it cannot be used with the model.
+    `max_turns`, `max_seen`, `has_teacher`: see `RunEnvironment`. Raises UserError if it cannot be used with the model.
     """
     environment = find_environment(name, processor.tokenizer, max_turns, max_seen)
+    environment = replace(environment, has_teacher=has_teacher)
     if not processor.family.turns:
         title = processor.family.title
         raise UserError(f"--env {name}: {title} cannot be trained on several turns yet; docs/turns.md says which can")

@@ -23,7 +23,7 @@ from common import console, distributed
 from common.errors import CallFailed
 from common.records import TAG, Output, Prompt, Request, Rollout, Sample, Trajectory, Turn
 from data import Processor, digest_of, expand_images, prompt_position_ids
-from grading.calls import ROOT, killable_workers
+from grading.calls import ROOT, start_workers
 from inputs import images as image_files
 from inputs.images import decode_image, fit_image, read_source
 from parts.turns.replies import encode_reply, reply_role
@@ -98,7 +98,7 @@ def _report(reason: str) -> None:
 def _workers(function: str) -> Any:
     """Return the workers that call an environment's `function`, file.py:function."""
     processes = max(2, min(8, (os.cpu_count() or 1) // distributed.local_world_size()))
-    return killable_workers(processes, [function, TAKE_TURN])
+    return start_workers(processes, [function, TAKE_TURN], may_hang=False)
 
 
 class Episode:
@@ -117,6 +117,7 @@ class Episode:
             request = replace(request, prompt=self._joined(self.prompt, self.trajectory))
         sampled = sum(self.trajectory.turn_lengths)  # the rest is of a turn that was interrupted
         self.logp, self.logp_before = old.sampling_logp[:sampled], old.sampling_logp[sampled:]
+        self.pixels: dict[str, Tensor] = {}  # of all pictures, once it is over, for a teacher
         self.max_tokens = request.max_tokens + len(old.ids)  # of all turns
         self.request = replace(request, tokens=old.ids[sampled:])
 
@@ -132,6 +133,8 @@ class Episode:
         room = self.max_tokens - len(self.logp) - len(ids)
         self.is_over = not self.step(ids, logp, output.reason == "stop", room)
         if self.is_over:
+            if self.episodes.environment.has_teacher and self.trajectory.images:
+                self.pixels = self.episodes.processor.vision_inputs(self.trajectory.images)
             return None
         self.episodes.see(self.added)
         self.logp_before = NOTHING.logp
@@ -265,6 +268,8 @@ class Episode:
         elif trajectory.images:
             trajectory.vision = {name: each[len(prompt.vision.get(name, ())) :] for name, each in seen.vision.items()}
             trajectory.image_digest = digest_of(trajectory.images)
+        if self.pixels:
+            trajectory.for_teacher = replace(trajectory, features=None, vision=self.pixels)
         parts, logps = [trajectory.ids[trajectory.loss_mask]], [self.logp]
         if not self.is_over:
             parts += [self.request.tokens, output.ids]
@@ -291,7 +296,7 @@ def parked(rollout: Rollout) -> Rollout:
     if not rollout.trajectory:
         return rollout
     turns = [Turn(role, [_as_png(part) for part in content]) for role, content in rollout.trajectory.turns]
-    light = replace(rollout.trajectory, turns=turns, images=[], vision={}, features=None)
+    light = replace(rollout.trajectory, turns=turns, images=[], vision={}, features=None, for_teacher=None)
     return replace(rollout, trajectory=light)
 
 

@@ -290,7 +290,7 @@ def test_a_reward_that_would_overflow_is_an_error(tmp_path):
 
 
 def test_without_workers_a_reward_is_called_in_the_trainer_and_one_line_says_so(user_file, monkeypatch, capsys):
-    monkeypatch.setattr("grading.calls.extra", lambda name: None)
+    monkeypatch.setattr("grading.calls.extra", lambda name, is_needed: None)
     _, _, error = scored(user_file, "user:brief", "user:broken")
     assert "user.py:broken" in error and "ZeroDivisionError" in error
     assert "a reward that hangs, hangs the run" in capsys.readouterr().err

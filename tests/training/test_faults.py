@@ -27,7 +27,7 @@ from common.files import read_jsonl
 from common.records import Completion, Group, Prompt, Rollout
 from config import RewardFlags
 from evaluation.scorer import Scorer
-from grading.calls import call, killable_workers
+from grading.calls import call, start_workers
 from policy import export
 from tests.helpers.marks import needs, slow
 from tests.helpers.rows import make_sample
@@ -764,7 +764,7 @@ def test_a_sigterm_to_all_leaves_the_rewards_alone(tmp_path):
     and is not scored as wrong.
     """
     (tmp_path / "r.py").write_text("def fine(completion):\n    return 3\n")
-    pool = killable_workers(1, [f"{tmp_path}/r.py:fine"])
+    pool = start_workers(1, [f"{tmp_path}/r.py:fine"])
     assert call(pool, f"{tmp_path}/r.py:fine", 5.0, {"completion": ""}) == 3
     process, pipe = pool.idle.get()
     pool.idle.put((process, pipe))

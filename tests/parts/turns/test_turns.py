@@ -48,6 +48,7 @@ from tests.helpers.samplers import groups_of
 from tests.helpers.scripts import ROOT, run_script
 from training.collect import Collector
 from training.offsets import in_tokens
+from training.updates import Updater
 
 PLUGIN = f"{ROOT}/tests/helpers/environments.py"
 TRAINED = [name for name in FAMILIES if find_family(FAMILIES[name].config(TEXT, TOKENS)).turns]
@@ -468,6 +469,34 @@ def test_episodes_in_flight_move_between_processes(talker, shapes, tmp_path):
     assert max(difference for difference in differences if difference is not None) < 1e-4
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_5"])
+def test_a_teacher_sees_the_turns(family, shapes, tmp_path, monkeypatch):
+    """The model itself, as its own teacher, gives the trainer's log-probabilities, also behind pictures."""
+    model, seen = with_more_stops(pathlib.Path(save_tiny(family, tmp_path / "model"))), []
+    if family == "qwen2_5":
+        rows = [json.dumps({"prompt": f"How many, {i}?", "answer": "3", "pictures": False}) + "\n" for i in range(8)]
+        (tmp_path / "rows.jsonl").write_text("".join(rows))
+    with_logprobs = Updater.with_logprobs
+
+    def recorded(self, policy, minibatches, name):
+        done = with_logprobs(self, policy, minibatches, name)
+        seen.extend(group for groups in done for group in groups)
+        return done
+
+    monkeypatch.setattr(Updater, "with_logprobs", recorded)
+    data_file = shapes if family == "qwen2_5_vl" else f"{tmp_path}/rows.jsonl"
+    flags = TURNS | dict(teacher=model, reward=("count=0", "pictures=0"), max_steps=1, report_every=0)
+    grpo.main(config(model, data_file, tmp_path / "run", **flags))
+    pairs = [(each.teacher_logp, each.sampling_logp) for group in seen for each in group.completions]
+    assert max((teacher - own).abs().max() for teacher, own in pairs) < 1e-5
+    turns = [len(each.trajectory.turn_lengths) for group in seen for each in group.completions]
+    assert len(pairs) == 16 and max(turns) > 1
+    (row,) = metrics(tmp_path / "run")
+    assert abs(row["teacher_kl"]) < 1e-5
+    with pytest.raises(UserError, match="--teacher: with --env, a teacher sees what the model sees: leave --teacher_"):
+        grpo.main(config(model, data_file, tmp_path / "more", teacher_pixels=10**6, **flags))
+
+
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
@@ -538,7 +567,6 @@ def test_show_prints_a_prompt_with_the_tools_of_its_environment(tiny_model, shap
     ("flags", "message"),
     [
         (dict(tensor_parallel=2), "env needs tensor_parallel 1: its processes would get answers out of step"),
-        (dict(teacher="x"), "teacher does not work with env: leave one of them out"),
         (dict(max_turns=0), "max_turns must be at least 1"),
         (dict(env=None, max_turns=2), "max_turns needs an environment: give env"),
     ],
