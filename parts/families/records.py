@@ -102,7 +102,7 @@ INTERN_VISION = Vision(
 )
 FAMILIES = (
     Family("Qwen2-VL", ("qwen2_vl",), QWEN_VISION, turns=True, coordinates=1000),
-    Family("Qwen3.5", ("qwen3_5",), QWEN_VISION, check=check_kernels, prepare=prepare_delta_nets),
+    Family("Qwen3.5", ("qwen3_5",), QWEN_VISION, turns=True, check=check_kernels, prepare=prepare_delta_nets),
     Family(
         "Qwen3-VL-MoE",
         ("qwen3_vl_moe",),
