@@ -288,7 +288,7 @@ def test_family_through_vllm(family, tmp_path):
 # --- episodes of several turns ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["qwen2_5", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
+@pytest.fixture(scope="module", params=["qwen2_5", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "qwen3_5"])
 def turns(request, tmp_path_factory) -> dict:
     """Run tests/helpers/turns_worker.py and return its results."""
     folder, in_bfloat16 = tmp_path_factory.mktemp("turns"), ON_GPU or request.param == "qwen3_5"

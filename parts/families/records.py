@@ -114,7 +114,7 @@ FAMILIES = (
     ),
     Family("Aria", ("aria",), ARIA_VISION, router="mlp.router", prepare=prepare_experts),
     Family("InternVL3.5", ("internvl",), INTERN_VISION),
-    Family("GLM-4.6V", ("glm4v", "glm46v"), GLM_VISION),
+    Family("GLM-4.6V", ("glm4v", "glm46v"), GLM_VISION, turns=True),
     Family("Llama", ("llama",), turns=True),
     Family("Gemma 3 (text)", ("gemma3_text",), turns=True),
 )
