@@ -7,6 +7,7 @@ times. Here, a single forward pass runs over one packed sequence:
     keys of a prompt:            prompt                                            causal
     keys of its completion cj:   prompt ++ cj                                      causal, aligned bottom-right
     position ids of cj:          continue after the prompt's largest position id   (M-RoPE: all three axes)
+    loss mask of cj:             its sampled tokens; with turns, cj also has what the model only saw (`Trajectory`)
     log-probability of cj[0]:    from the prompt's last hidden state
 
 All layers except attention work token by token and need no change. In the attention layers, keys and values are
@@ -147,7 +148,7 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
         keys += [indices[i], own]
         before, positions = torch.cat([indices[i][-1:], own[:-1]]), next_position[i] + torch.arange(len(own))
         if seen := completion.trajectory:
-            before, positions = before[seen.loss_mask], seen.position_ids
+            before, positions = before[seen.loss_mask], seen.position_ids  # the mask leaves out what it only saw
         predict_from.append(before)
         position_parts.append(positions.expand(len(position_parts[i]), -1))
     k_lens = prompt_lengths + [prompt_lengths[i] + each.tokens for i, each in zip(prompt_of, completions)]
