@@ -288,7 +288,9 @@ def test_family_through_vllm(family, tmp_path):
 # --- episodes of several turns ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["qwen2_5", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "qwen3_5"])
+@pytest.fixture(
+    scope="module", params=["qwen2_5", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "qwen3_5"]
+)
 def turns(request, tmp_path_factory) -> dict:
     """Run tests/helpers/turns_worker.py and return its results."""
     folder, in_bfloat16 = tmp_path_factory.mktemp("turns"), ON_GPU or request.param == "qwen3_5"
@@ -299,7 +301,10 @@ def turns(request, tmp_path_factory) -> dict:
         "tests/helpers/turns_worker.py", model, "bfloat16" if in_bfloat16 else "float32", f"{folder}/out.json"
     )
     assert process.returncode == 0, process.stderr[-3000:]
-    return json.loads((folder / "out.json").read_text()) | {"in_bfloat16": in_bfloat16}
+    return json.loads((folder / "out.json").read_text()) | {
+        "in_bfloat16": in_bfloat16,
+        "linear": request.param == "qwen3_5",
+    }
 
 
 def test_sampler_and_trainer_agree_in_every_turn(turns):
@@ -317,8 +322,14 @@ def test_no_episode_waits_for_the_turn_of_another(turns):
 
 
 def test_a_turn_computes_only_what_is_new(turns):
-    """The keys of all full blocks of tokens are in the cache, and no image is encoded twice."""
+    """The keys of all full blocks of tokens are in the cache, and no image is encoded twice.
+
+    vLLM keeps no states of linear attention: Qwen3.5 reads the whole sequence in each turn.
+    """
     assert len(turns["cached"]) > 30
+    if turns["linear"]:
+        assert {cached for cached, _ in turns["cached"]} == {0}
+        return
     assert all(cached == possible > 0 for cached, possible in turns["cached"])
     if turns["with_images"]:
         encoded, different = turns["encoded"]
