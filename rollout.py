@@ -204,15 +204,16 @@ def sample_completions(
     on as they have `started`; a request is made for each that is not finished, in order.
     """
     groups = [list(group) for group in started] or [[NOT_STARTED] * sampling.n for _ in prompts]
-    places = [(i, j) for i, group in enumerate(groups) for j, old in enumerate(group) if not old.finished]
-    requests = [
-        Request(prompts[i], groups[i][j].ids, seeds[i], j, sampling.max_tokens - len(groups[i][j].ids))
-        for i, j in places
-    ]
+    requests = {
+        (i, j): Request(prompts[i], old.ids, seeds[i], j, sampling.max_tokens - len(old.ids))
+        for i, group in enumerate(groups)
+        for j, old in enumerate(group)
+        if not old.finished
+    }
     if episodes:
-        requests = [episodes.begin(i, request, groups[i][j]) for (i, j), request in zip(places, requests)]
-    outputs = generate(requests, sampling, **{"then": episodes.then} if episodes else {})
-    for number, ((i, j), output) in enumerate(zip(places, outputs)):
+        requests = {(i, j): episodes.begin(i, each, groups[i][j]) for (i, j), each in requests.items()}
+    outputs = generate([*requests.values()], sampling, **{"then": episodes.then} if episodes else {})
+    for number, ((i, j), output) in enumerate(zip(requests, outputs)):
         if episodes:
             groups[i][j] = episodes.end(number, output)
         else:

@@ -20,12 +20,10 @@ def spread_over_tokens(
     Each token then has the advantage of its span; outside all spans, that of its completion. `advantages_of` also gets
     the rewards of all spans of each group, as (P, spans), filled up with NaN.
     """
-    advantages = advantages_of(rewards)
-    of_groups = [[span.rewards for spans in group for span in spans] for group in rewards.spans]
-    if not any(of_groups):
-        return advantages
-    of_spans = advantages_of(as_tensors(of_groups))
-    tokens = advantages[..., None].repeat(1, 1, max_length)
+    if not any(any(group) for group in rewards.spans):
+        return advantages_of(rewards)
+    of_spans = advantages_of(as_tensors([[s.rewards for spans in group for s in spans] for group in rewards.spans]))
+    tokens = advantages_of(rewards)[..., None].repeat(1, 1, max_length)
     for values, group, own in zip(of_spans, rewards.spans, tokens):
         spans = [(g, span) for g, spans in enumerate(group) for span in spans]
         for (g, span), value in zip(spans, values):

@@ -96,6 +96,10 @@ class Scorer:
         self.threads = self.verifier.threads if self.verifier else self.threads
         self.workers = start_workers(2, list(self.user_functions.values())) if self.user_functions else None
         self.reported: set[str] = set()  # functions of whose spans a note was printed
+        own = get_task(self.task)
+        self.format: Callable[[str], bool] | None = None  # the task's, if the reward depends on it, or it has its own
+        if self.weights[self.task] and (own.format is not format_reward or own.template == rewards.THINK_ANSWER):
+            self.format = functools.partial(own.verdict, "format")
         self.unscored_reason = ""  # why the most recent unscored completion has no reward
 
     @property
@@ -107,13 +111,6 @@ class Scorer:
     def all_weights(self) -> dict[str, float]:
         """The weights of all `Rewards.parts`, by name: `weights`, and 1 for the overlong penalty."""
         return self.weights | ({"overlong": 1.0} if self.penalty else {})
-
-    @property
-    def format(self) -> Callable[[str], bool] | None:
-        """The task's `format`; None if the reward does not depend on it, or if the task has only the default one."""
-        task = get_task(self.task)
-        is_asked = task.format is not format_reward or task.template == rewards.THINK_ANSWER
-        return functools.partial(task.verdict, "format") if is_asked and self.weights[self.task] else None
 
     def _add(self, text: str) -> None:
         """Register one `--reward NAME[=WEIGHT]`. NAME is a built-in reward or file.py:function."""

@@ -217,7 +217,7 @@ def sample_until_enough(
 
     sampled = {
         i: tuple(_with_token_counts(new, old, rule.step) for new, old in zip(after, before))
-        for i, before, after in zip(local_indices, started, generate(started, should_stop))
+        for i, before, after in zip(local_indices, started, generate(started, should_stop=should_stop))
     }
     chosen = choose({i for i, group in sampled.items() if not all(rollout.finished for rollout in group)})
     rest = [i for i in range(len(drawn)) if i not in set(chosen)]

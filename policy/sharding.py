@@ -240,8 +240,11 @@ def sampler_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     shards are gathered together while the previous unit is being read, and freed when the next unit is requested. At
     most two units are therefore gathered at a time.
     """
-    if has_adapter(policy.model) or policy.num_shards == 1:
+    if has_adapter(policy.model):
         yield from adapted_weights(policy.model)
+        return
+    if policy.num_shards == 1:
+        yield from ((name, distributed.full_tensor(parameter)) for name, parameter in policy.model.named_parameters())
         return
     units = {name: module for name, module in policy.named_modules() if isinstance(module, FSDPModule)}
     names: dict[str, list[str]] = {unit: [] for unit in units}

@@ -7,6 +7,7 @@ M-RoPE, otherwise 1).
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from common import console
 from common.errors import RunStopped
@@ -70,13 +72,12 @@ class HFEngine:
         with them the rounding, do not depend on how long `then` takes.
         """
         outputs: dict[int, Output] = {}
-        waiting, ended = dict(enumerate(requests)), set[int]()
+        waiting, ended, paused = dict(enumerate(requests)), set[int](), False
 
         def is_enough(over: Set[int]) -> bool:
             return should_stop is not None and should_stop(ended if then else ended | over)
 
-        paused = is_enough(set())
-        while waiting and not paused:
+        while waiting and not (paused := paused or is_enough(set())):
             sampled, paused = self._sample(waiting, sampling, is_enough if should_stop else None)
             over = {i: output for i, output in sampled.items() if output.reason}
             waiting = _followers(then, over) if then else {}
@@ -95,8 +96,9 @@ class HFEngine:
         Returns their outputs, and whether `is_enough` stopped it: that is given those which have ended.
         """
         outputs: dict[int, Output] = {}
+        paused = False
         with console.progress(desc="sampling", total=len(requests), unit="completion") as bar:
-            while len(outputs) < len(requests):
+            while len(outputs) < len(requests) and not paused:
                 batch = list(requests)[len(outputs) : len(outputs) + self.max_sequences]
 
                 def pause(is_over: Tensor, before: Set[int] = outputs.keys(), batch: list[int] = batch) -> bool:
@@ -106,12 +108,10 @@ class HFEngine:
                     sampled, paused = self._decode([requests[i] for i in batch], sampling, is_enough and pause)
                     outputs |= zip(batch, sampled)
                     bar.update(len(batch))
-                    if paused:
-                        return outputs, True
                     continue
                 # Here, and not in an except clause: until it ends, the exception would keep the batch's tensors.
                 self._halve_batch(len(batch))
-        return outputs, False
+        return outputs, paused
 
     def _halve_batch(self, sequences: int) -> None:
         """From now on, sample at most half of `sequences` at once, for which the memory was too small.
@@ -136,21 +136,16 @@ class HFEngine:
         was paused.
         """
         limits = torch.tensor([request.max_tokens for request in requests], device=self.model.device)
-        uniforms = _uniforms(requests, sampling).to(limits.device)
+        uniforms, stop = _uniforms(requests, sampling).to(limits.device), self.stop.to(limits.device)
         logits, cache, mask, position = self._prefill(_prefixes(requests))
         ids: list[Tensor] = []
         logps, paused = [], False
-        stop = self.stop.to(logits.device)
-        stopped = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)  # (B,)
-        lengths = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
+        is_over = torch.zeros_like(limits).bool()  # (B,)
         while True:
             token, logp = sample(logits, uniforms[:, len(ids)], sampling.temperature, sampling.top_p)
             ids.append(token)
             logps.append(logp)
-            running = ~stopped & (lengths < limits)
-            lengths += running
-            stopped = stopped | (running & torch.isin(token, stop))
-            is_over = stopped | (lengths >= limits)
+            is_over = is_over | torch.isin(token, stop) | (limits <= len(ids))
             if pause and len(ids) % PAUSE_EVERY == 0:
                 paused = pause(is_over)
             if paused or is_over.all():
@@ -165,12 +160,8 @@ class HFEngine:
                 image_tokens=None,
             )
             position = position + 1
-        table, logp_table = torch.stack(ids, 1).cpu(), torch.stack(logps, 1).cpu()  # (B, tokens)
-        reasons = [
-            "stop" if end else "length" if over else None for end, over in zip(stopped.tolist(), is_over.tolist())
-        ]
-        rows = zip(table, logp_table, lengths.tolist(), reasons)
-        return [Output(tokens[:n], logp[:n], reason) for tokens, logp, n, reason in rows], paused
+        rows = zip(torch.stack(ids, 1).cpu(), torch.stack(logps, 1).cpu(), requests)
+        return [_output(tokens, logp, request.max_tokens, self.stop) for tokens, logp, request in rows], paused
 
     def _forward(self, **inputs: Any) -> tuple[Tensor, transformers.Cache]:
         return next_token_logits(self.model, **inputs)
@@ -184,12 +175,10 @@ class HFEngine:
         lengths = [len(p.ids) + len(tokens) for p, tokens, _ in prefixes]
         unpadded = [continued_position_ids(p, len(tokens)) for p, tokens, _ in prefixes]  # (R, S) each
 
-        def left_pad(x: Tensor) -> Tensor:
-            return torch.nn.functional.pad(x, (max(lengths) - x.shape[-1], 0))
-
-        input_ids = torch.stack([left_pad(torch.cat([p.ids, tokens])) for p, tokens, _ in prefixes])
-        mask = torch.stack([left_pad(torch.ones(length, dtype=torch.long)) for length in lengths])
-        position_ids = torch.stack([left_pad(x) for x in unpadded], dim=1)  # (R, prefixes, S)
+        left_padded = functools.partial(pad_sequence, batch_first=True, padding_side="left")
+        input_ids = left_padded([torch.cat([p.ids, tokens]) for p, tokens, _ in prefixes])
+        mask = left_padded([torch.ones(length, dtype=torch.long) for length in lengths])
+        position_ids = left_padded([x.T for x in unpadded]).permute(2, 0, 1)  # (R, prefixes, S)
         next_position = torch.stack([x.max() + 1 for x in unpadded]).expand(len(unpadded[0]), -1)  # (R, prefixes)
         if len(position_ids) == 1:
             position_ids, next_position = position_ids[0], next_position[0]
@@ -240,6 +229,14 @@ class PolicyEngine(HFEngine):
         return self.policy.next_token_logits(**inputs)
 
 
+def _output(ids: Tensor, logp: Tensor, max_tokens: int, stop: Tensor) -> Output:
+    """Return the tokens of a sequence up to its first stop token, or `max_tokens` of them."""
+    is_end = torch.isin(ids[:max_tokens], stop)
+    length = int(is_end.int().argmax()) + 1 if is_end.any() else len(is_end)
+    reason = "stop" if is_end.any() else "length" if length == max_tokens else None
+    return Output(ids[:length], logp[:length], reason)
+
+
 def _followers(then: Callable[[int, Output], Request | None], ended: dict[int, Output]) -> dict[int, Request]:
     """Return what follows each request that has `ended`, if something does."""
     with ThreadPoolExecutor(THREADS) as pool:
@@ -249,13 +246,9 @@ def _followers(then: Callable[[int, Output], Request | None], ended: dict[int, O
 
 def _prefixes(requests: list[Request]) -> list[tuple[Prompt, Tensor, int]]:
     """Return what to prefill for each request; completions of a prompt that have not started share it (`_prefill`)."""
-
-    def prefix_of(numbered: tuple[int, Request]) -> tuple[int, int]:
-        number, request = numbered
-        return id(request.prompt), number if len(request.tokens) else -1
-
-    groups = (list(group) for _, group in itertools.groupby(enumerate(requests), prefix_of))
-    return [(group[0][1].prompt, group[0][1].tokens, len(group)) for group in groups]
+    numbered = [(id(each.prompt), b if len(each.tokens) else -1, each) for b, each in enumerate(requests)]
+    groups = [list(group) for _, group in itertools.groupby(numbered, lambda each: each[:2])]
+    return [(group[0][2].prompt, group[0][2].tokens, len(group)) for group in groups]
 
 
 def continued_position_ids(prompt: Prompt, tokens: int) -> Tensor:
@@ -273,7 +266,7 @@ def _uniforms(requests: list[Request], sampling: Sampling) -> Tensor:
 
     numbers = {seed: of_prompt(seed) for seed in {request.seed for request in requests}}
     rows = [numbers[each.seed][sampling.max_tokens - each.max_tokens :, each.index] for each in requests]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return pad_sequence(rows, batch_first=True)
 
 
 def sample(logits: Tensor, uniform: Tensor, temperature: float, top_p: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ rollouts, a run has a `PartialCollector` instead (parts/partial.py).
 
 import functools
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,46 +63,62 @@ class Collector:
     def collect(self, policy: Policy, advantages_of: AdvantagesOf, step: int) -> tuple[list[ScoredGroup], GroupRewards]:
         """Sample the groups to train on after `step` steps, with the weights of `policy`.
 
-        Returns this process's groups, and the rewards of all groups to train on. Their number is P, or less if dynamic
-        sampling finds fewer. It keeps only groups that have an advantage without the overlong penalty, and repeats
-        rounds until P are kept or the limit is reached. If it keeps none, the step uses the last round with rewards of
-        0. Groups stay in data order on any number of processes. Raises StepFailed when too many completions are
-        unscored, a row can no longer be read, or a user-defined reward fails.
+        Returns this process's groups, and the rewards of all groups to train on, in data order on any number of
+        processes. Their number is P, or less if dynamic sampling finds fewer. Raises StepFailed when too many
+        completions are unscored, a row can no longer be read, or a user-defined reward fails.
         """
         self.clock.restart()
         signals.raise_if_interrupted(self.interrupted)  # by a signal during an evaluation or a save
         with self.clock("sync"):
             self.engine.wake_up()
             self.engine.sync_weights(policy)
-        limit = self.cfg.dynamic_sampling_rounds or 1
+        groups, rewards = self.sample_round(policy, step)
+        self._check_scored(rewards)
+        if self.cfg.dynamic_sampling_rounds:
+            groups, rewards = self._with_replacements(groups, rewards, policy, advantages_of, step)
+        with self.clock("sleep"):
+            self.engine.sleep()
+        self.rollouts = [rollout for group in groups for rollout in group.rollouts]
+        return groups, as_tensors(rewards)
+
+    def _with_replacements(
+        self,
+        groups: list[ScoredGroup],
+        scored: list[list[Rewards]],
+        policy: Policy,
+        advantages_of: AdvantagesOf,
+        step: int,
+    ) -> tuple[list[ScoredGroup], list[list[Rewards]]]:
+        """Return the groups of the first round that have an advantage without the overlong penalty, and further ones.
+
+        Rounds are sampled until P groups are kept, or the limit is reached. If none is kept, the groups are those of
+        the last round, with rewards of 0.
+        """
+        rounds_left = self.cfg.dynamic_sampling_rounds - 1
+        if not self.cfg.max_steps:
+            rounds_left = min(rounds_left, self.steps_left(step))
         rewards: list[list[Rewards]] = []  # of all groups of all rounds
         kept: list[int] = []  # the groups to keep, by their index in `rewards`
         local: dict[int, ScoredGroup] = {}  # this process's groups, by the same index
-        for _ in range(limit if self.cfg.max_steps else min(limit, self.steps_left(step))):
-            groups, scored = self.sample_round(policy, step)
-            signals.raise_if_interrupted(self.interrupted)
+        while True:
             first = len(rewards)
             rewards += scored
-            self._check_scored(as_tensors(rewards))
+            self._check_scored(rewards)
             local |= {first + group.index: group for group in groups}
             usable = self._usable(as_tensors(scored), advantages_of)
             kept += [first + i for i in usable][: self.cfg.prompts_per_step - len(kept)]
-            if len(kept) == self.cfg.prompts_per_step:
+            if len(kept) == self.cfg.prompts_per_step or not rounds_left:
                 break
-        with self.clock("sleep"):
-            self.engine.sleep()
-        self.rewards, self.num_rounds = as_tensors(rewards), len(rewards) // self.cfg.prompts_per_step
+            rounds_left -= 1
+            groups, scored = self.sample_round(policy, step)
         chosen = kept or list(range(len(rewards)))[-self.cfg.prompts_per_step :]
         if not kept:
             rewards = [[Rewards(0.0, 0.0, dict.fromkeys(each.parts, 0.0)) for each in group] for group in rewards]
         groups = [replace(local[i], index=index) for index, i in enumerate(chosen) if i in local]
-        self.rollouts = [rollout for group in groups for rollout in group.rollouts]
-        return groups, as_tensors([rewards[i] for i in chosen])
+        return groups, [rewards[i] for i in chosen]
 
     def _usable(self, rewards: GroupRewards, advantages_of: AdvantagesOf) -> list[int]:
-        """Return the indices of the groups that dynamic sampling keeps; without it, all."""
-        if not self.cfg.dynamic_sampling_rounds:
-            return list(range(len(rewards.total)))
+        """Return the indices of the groups that have an advantage."""
         if self.scorer.penalty:
             rewards = self.scorer.penalty.taken_from(rewards)
         advantages = advantages_of(rewards, dict(self.scorer.weights), self.cfg)
@@ -135,6 +151,7 @@ class Collector:
         ]
         all_rewards = self._gather(groups, [each.row for each in local.values()])
         self.prefetch(step)
+        signals.raise_if_interrupted(self.interrupted)
         return groups, all_rewards
 
     def draw(self, step: int) -> list[DrawnPrompt]:
@@ -168,20 +185,18 @@ class Collector:
         drawn: list[DrawnPrompt],
         prompts: list[Prompt],
         started: Sequence[Sequence[Rollout]] = (),
-        should_stop: Callable[[Set[int]], bool] | None = None,
+        **options: Any,
     ) -> list[list[Rollout]]:
         """Let the sampler generate for `drawn`, encoded as `prompts`; a seed depends on the prompt's position alone.
 
-        `started`: see `sample_completions`; `should_stop`: see `Engine.generate`.
+        `started`: see `sample_completions`; `options`: `should_stop` of `Engine.generate`, with partial rollouts.
         """
         seeds = [prompt_seed(self.cfg.seed, each.position) for each in drawn]
         sampling = Sampling(self.cfg.num_generations, self.cfg.max_completion_length, self.cfg.temperature)
         processor, episodes = self.stream.processor, None
         if processor.environment:
             episodes = processor.environment.episodes(self.stream.rows(drawn), processor, self.add_features)
-        generate = self.engine.generate
-        if should_stop:
-            generate = functools.partial(generate, should_stop=should_stop)
+        generate = functools.partial(self.engine.generate, **options)
         return sample_completions(generate, processor, prompts, seeds, sampling, episodes, started)
 
     def _gather(self, groups: list[ScoredGroup], rows: list[int]) -> list[list[Rewards]]:
@@ -202,9 +217,10 @@ class Collector:
             self.stream.record(row, sizes, [each.total for each in of_group])
         return [of_group for *_, of_group in everyone]  # P lists of G
 
-    def _check_scored(self, rewards: GroupRewards) -> None:
-        """Raise StepFailed when too many of the step's completions are unscored."""
-        unscored = rewards.total.isnan().double().mean().item()
+    def _check_scored(self, groups: list[list[Rewards]]) -> None:
+        """Keep the rewards of all `groups` of the step; raise StepFailed when too many of them are unscored."""
+        self.rewards, self.num_rounds = as_tensors(groups), len(groups) // self.cfg.prompts_per_step
+        unscored = self.rewards.total.isnan().double().mean().item()
         if unscored > MAX_UNSCORED:
             reason = distributed.first_error(self.scorer.unscored_reason or None) or "unknown reason"
             limit = f"at most {MAX_UNSCORED:.0%} may have none"
