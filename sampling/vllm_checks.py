@@ -1,4 +1,4 @@
-"""Checks that vLLM works with the tokens, pixels and weights that the trainer sent; see `rollout.VLLMEngine`."""
+"""Checks that vLLM works with the tokens, pixels and weights that the trainer sent; see `vllm_engine.py`."""
 
 import contextlib
 import dataclasses

@@ -40,7 +40,6 @@ from rollout import (
     ENGINES,
     NOT_STARTED,
     EngineEntry,
-    VLLMEngine,
     check_engine_available,
     choose_engine,
     make_engine,
@@ -48,6 +47,7 @@ from rollout import (
 )
 from sampling.hf_engine import HFEngine, sample
 from sampling.vllm_checks import check_expansion, check_pixels, check_weights
+from sampling.vllm_engine import VLLMEngine
 from sampling.vllm_start import undo_global_changes
 from tests.helpers import runs
 from tests.helpers.fake_vllm import FakeEngine
@@ -434,9 +434,11 @@ def test_a_text_begins_with_what_its_prompt_has_opened(vllm_engine, engine):
 def test_the_ranks_of_an_engine_get_the_completions_of_their_own_prompts(vllm_engine, monkeypatch):
     vllm_engine.flags, vllm_engine.group = EngineFlags(engine="vllm", tensor_parallel=2), None
     shares = [[Request(text_prompt(n), NOT_STARTED.ids, 10 + n, 0, 3) for n in lengths] for lengths in ((5,), (6, 7))]
-    monkeypatch.setattr("rollout.dist.all_gather_object", lambda out, own, group: out.__setitem__(slice(None), shares))
+    monkeypatch.setattr(
+        "sampling.vllm_engine.dist.all_gather_object", lambda out, own, group: out.__setitem__(slice(None), shares)
+    )
     for rank, requests in enumerate(shares):
-        monkeypatch.setattr("rollout.dist.get_rank", lambda group, rank=rank: rank)
+        monkeypatch.setattr("sampling.vllm_engine.dist.get_rank", lambda group, rank=rank: rank)
         outputs = vllm_engine.generate(requests, Sampling(1, 3))
         assert [output.ids.tolist() for output in outputs] == [[len(each.prompt.ids), 1, 3] for each in requests]
 

@@ -22,7 +22,6 @@ from policy.model import Policy, cache_image_features
 from rewards import MAX_UNSCORED
 from rollout import Engine, prompt_seed, sample_completions
 from training.metrics import Clock, sampling_metrics
-from training.offsets import in_tokens
 from training.prompt_stream import DrawnPrompt, PromptStream
 
 AdvantagesOf = Callable[[GroupRewards, dict[str, float], Config], Tensor]
@@ -207,8 +206,7 @@ class Collector:
         lengths = [[len(rollout.ids) for rollout in group.rollouts] for group in groups]
         with distributed.shared_errors(StepFailed):
             rewards = [
-                in_tokens(group, self.stream.processor) if any(each.spans for each in group.rewards) else group.rewards
-                for group in groups
+                self._in_tokens(group) if any(r.spans for r in group.rewards) else group.rewards for group in groups
             ]
         local = [(g.index, row, sizes, own) for g, row, sizes, own in zip(groups, rows, lengths, rewards)]
         everyone = [group for part in distributed.all_gather(local) for group in part]
@@ -216,6 +214,11 @@ class Collector:
         for _, row, sizes, of_group in everyone:
             self.stream.record(row, sizes, [each.total for each in of_group])
         return [of_group for *_, of_group in everyone]  # P lists of G
+
+    def _in_tokens(self, group: ScoredGroup) -> list[Rewards]:
+        from training.offsets import in_tokens
+
+        return in_tokens(group, self.stream.processor)
 
     def _check_scored(self, groups: list[list[Rewards]]) -> None:
         """Keep the rewards of all `groups` of the step; raise StepFailed when too many of them are unscored."""

@@ -1,4 +1,4 @@
-"""What `rollout.VLLMEngine` and its loop need of vLLM, in a few lines; tests/test_vllm.py runs the real one."""
+"""What `VLLMEngine` and its loop need of vLLM, in a few lines; tests/test_vllm.py runs the real one."""
 
 import sys
 from collections.abc import Callable

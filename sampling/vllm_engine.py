@@ -1,0 +1,169 @@
+"""vLLM inside the training process."""
+
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common import console, distributed
+from common.errors import UserError
+from common.records import Output, Prompt, Request, RequestLimits, Sampling
+from config import EngineFlags
+from data import Processor
+from policy.model import Policy, stop_tokens
+from policy.sharding import sampler_weights
+from sampling.hf_engine import NOTHING
+from sampling.vllm_checks import check_expansion, check_pixels, check_weights, record_tower_inputs
+from sampling.vllm_loop import RequestLoop, request_seed
+from sampling.vllm_start import start_vllm
+
+
+class VLLMEngine:
+    """vLLM inside the training process, with weights from the trainer before every step.
+
+    vLLM receives each prompt with one placeholder per image. By default, the image features come from the trainer's
+    frozen vision tower. If that tower is trained, or if its features include inner layers (Qwen3-VL), vLLM receives the
+    resized images and computes the features itself. The first `generate` that sends images checks that vLLM's tower
+    gets the same pixel values as the trainer's. Every `generate` checks that vLLM expands the placeholders of each
+    prompt to the same tokens as the trainer.
+    """
+
+    stays_awake = False
+
+    def __init__(
+        self,
+        flags: EngineFlags,
+        model: str,
+        processor: Processor,
+        dtype: torch.dtype,
+        limits: RequestLimits,
+        weight_bytes: int = 0,  # size of the weights that `sync_weights` will send; 0: read the saved ones
+    ):
+        self.flags, self.processor, self.asleep, self.pixels_checked = flags, processor, False, False
+        self.vision = processor.family.vision
+        self.llm = start_vllm(flags, model, processor, dtype, limits, weight_bytes)
+        from vllm import SamplingParams  # only now, because vLLM reads settings when it is imported
+
+        self.sampling_params = SamplingParams
+        self.hidden_size = self.llm.model_config.get_hidden_size()
+        config = self.llm.model_config.hf_config
+        self.stop = stop_tokens(self.llm.model_config.try_get_generation_config(), config, processor.tokenizer)
+        size, rank = flags.tensor_parallel, distributed.rank()
+        groups = [dist.new_group(list(range(i, i + size))) for i in range(0, distributed.world_size(), size)]
+        self.group = groups[rank // size]
+
+    def sleep(self) -> None:
+        """Discard the weights and the KV cache without saving them, because the next sync sends new weights."""
+        if not self.stays_awake:
+            self.llm.sleep(level=2)
+            self.asleep = True
+
+    def wake_up(self) -> None:
+        """Allocate memory for the weights only; `sync_weights` allocates the KV cache afterwards."""
+        if self.asleep:
+            torch.cuda.empty_cache()  # return the trainer's cached blocks to the device
+            self.llm.wake_up(tags=["weights"])
+
+    def sync_weights(self, policy: Policy) -> None:
+        """Load the policy's weights into vLLM, and discard the caches that were computed with the old weights."""
+
+        def stream() -> Iterator[tuple[str, Tensor]]:
+            for name, weight in sampler_weights(policy):
+                yield name, weight.to(self.llm.model_config.dtype)
+
+        self.llm.apply_model(lambda model: model.load_weights(stream()))
+        if self.flags.check_sync:
+            unused = self.vision.unused if self.vision else ""
+            self.llm.apply_model(lambda model: check_weights(stream(), model, unused))
+        if self.asleep:
+            self.llm.wake_up(tags=["kv_cache"])
+            self.asleep = False
+        self.llm.reset_prefix_cache()
+        self.llm.llm_engine.reset_encoder_cache()
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        then: Callable[[int, Output], Request | None] | None = None,
+        should_stop: Callable[[Set[int]], bool] | None = None,
+    ) -> list[Output]:
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        before = getattr(scheduler, "preemptions", 0)  # parts/fast counts them
+        shares: list[Any] = [list(requests)]
+        if self.flags.tensor_parallel > 1:  # the ranks of an engine work on all their requests together
+            shares *= self.flags.tensor_parallel
+            dist.all_gather_object(shares, list(requests), group=self.group)
+        everyone = [request for share in shares for request in share]
+        self._check_pixels([request.prompt for request in everyone])
+        outputs = self._run(everyone, sampling, then, should_stop)
+        if not before and (times := getattr(scheduler, "preemptions", 0)):  # once per run
+            console.log(
+                f"vLLM's memory was full: in this step it preempted completions {times} times and "
+                f"recomputed them; a --vllm_memory above {self.flags.vllm_memory:.2f} or fewer --vllm_sequences helps"
+            )
+        first = sum(map(len, shares[: dist.get_rank(self.group)])) if len(shares) > 1 else 0
+        return outputs[first : first + len(requests)]
+
+    def _run(self, requests: Sequence[Request], sampling: Sampling, *others: Any) -> list[Output]:
+        def params(request: Request) -> Any:
+            return self.sampling_params(
+                seed=request_seed(request, sampling.max_tokens),
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                max_tokens=request.max_tokens,
+                ignore_eos=True,  # `stop_token_ids` lists all end tokens of the model
+                stop_token_ids=self.stop,
+                logprobs=0,  # return only the sampled token's log-probability
+                flat_logprobs=True,
+                detokenize=False,
+            )
+
+        return RequestLoop(self.llm, requests, self._render, params, *others).run()
+
+    def _check_pixels(self, prompts: Sequence[Prompt]) -> None:
+        """Compare the pixels that vLLM makes of the images of `prompts` with the trainer's, once per run."""
+        with_images = [*{id(prompt): prompt for prompt in prompts if self._sends_images(prompt)}.values()]
+        if with_images and not self.pixels_checked:
+            with record_tower_inputs(self.llm, self.vision.parts[0]) as tower_inputs:
+                self._run([Request(prompt, NOTHING.ids, 0, 0, 1) for prompt in with_images], Sampling(1, 1))
+            check_pixels(with_images, tower_inputs)
+            self.pixels_checked = True
+
+    def _render(self, prompt: Prompt) -> dict[str, Any]:
+        """Let vLLM prepare a prompt and its images. Raises UserError if it refuses it, or makes other tokens of it."""
+        try:
+            (rendered,) = self.llm.renderer.render_cmpl([self._request(prompt)])
+        except Exception as error:
+            raise UserError(f"{prompt.source}: vLLM refuses the prompt: {error}") from error
+        check_expansion(prompt, rendered["prompt_token_ids"])
+        return rendered
+
+    def _request(self, prompt: Prompt) -> dict[str, Any]:
+        """Return a prompt as vLLM expects it, with the trainer's image features if vLLM accepts them, else with images.
+
+        The trainer computes features if its vision tower is frozen. With these features, vLLM does not run its own
+        tower, which saves time and rules out any difference between the two towers.
+        """
+        request: dict[str, Any] = {"prompt_token_ids": prompt.engine_ids}
+        if self._takes_features(prompt):
+            features = {"image_embeds": prompt.features, "image_grid_thw": prompt.vision["image_grid_thw"]}
+            request["multi_modal_data"] = {"image": features}
+        elif prompt.images:
+            request["multi_modal_data"] = {"image": prompt.images}
+        return request
+
+    def _sends_images(self, prompt: Prompt) -> bool:
+        """Return whether vLLM gets the images of the prompt, not their features."""
+        return bool(prompt.images) and not self._takes_features(prompt)
+
+    def _takes_features(self, prompt: Prompt) -> bool:
+        """Return whether the prompt has features that vLLM accepts.
+
+        vLLM rejects features that include inner layers of the vision tower (Qwen3-VL), because such features are wider
+        than the hidden size.
+        """
+        has_features = prompt.features is not None and self.vision.vllm_features
+        return has_features and prompt.features.shape[-1] == self.hidden_size
