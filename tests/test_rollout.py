@@ -434,9 +434,8 @@ def test_a_text_begins_with_what_its_prompt_has_opened(vllm_engine, engine):
 def test_the_ranks_of_an_engine_get_the_completions_of_their_own_prompts(vllm_engine, monkeypatch):
     vllm_engine.flags, vllm_engine.group = EngineFlags(engine="vllm", tensor_parallel=2), None
     shares = [[Request(text_prompt(n), NOT_STARTED.ids, 10 + n, 0, 3) for n in lengths] for lengths in ((5,), (6, 7))]
-    monkeypatch.setattr(
-        "sampling.vllm_engine.dist.all_gather_object", lambda out, own, group: out.__setitem__(slice(None), shares)
-    )
+    gather = lambda out, own, group: out.__setitem__(slice(None), shares)  # noqa: E731
+    monkeypatch.setattr("sampling.vllm_engine.dist.all_gather_object", gather)
     for rank, requests in enumerate(shares):
         monkeypatch.setattr("sampling.vllm_engine.dist.get_rank", lambda group, rank=rank: rank)
         outputs = vllm_engine.generate(requests, Sampling(1, 3))

@@ -205,9 +205,7 @@ class Collector:
         """
         lengths = [[len(rollout.ids) for rollout in group.rollouts] for group in groups]
         with distributed.shared_errors(StepFailed):
-            rewards = [
-                self._in_tokens(group) if any(r.spans for r in group.rewards) else group.rewards for group in groups
-            ]
+            rewards = list(map(self._in_tokens, groups))
         local = [(g.index, row, sizes, own) for g, row, sizes, own in zip(groups, rows, lengths, rewards)]
         everyone = [group for part in distributed.all_gather(local) for group in part]
         everyone.sort(key=lambda group: group[0])  # by index within the round
@@ -216,6 +214,9 @@ class Collector:
         return [of_group for *_, of_group in everyone]  # P lists of G
 
     def _in_tokens(self, group: ScoredGroup) -> list[Rewards]:
+        """Return the rewards of `group`, with spans in tokens."""
+        if not any(each.spans for each in group.rewards):
+            return group.rewards
         from training.offsets import in_tokens
 
         return in_tokens(group, self.stream.processor)
