@@ -179,7 +179,7 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
 
 def vision_inputs(prompts: Sequence[Prompt]) -> dict[str, Tensor]:
     """Concatenate the vision inputs of `prompts`, or their cached features if all have them; {} without images."""
-    with_images = [prompt for prompt in prompts if len(prompt.image_indices)]
+    with_images = [part for prompt in prompts for part in prompt.parts if len(part.image_indices)]
     if not with_images:
         return {}
     cached = all(prompt.features is not None for prompt in with_images)

@@ -13,6 +13,7 @@ Only those of vLLM also depend on the lengths at which a completion was interrup
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Sequence, Set
@@ -165,26 +166,11 @@ def _make_policy(flags, model, processor, device, dtype, limits, policy) -> Engi
     return PolicyEngine(policy, processor.tokenizer)
 
 
+_knows_both = functools.partial(EngineEntry, then=True, should_stop=True)
 ENGINES = {  # "auto" takes the first that can run
-    "vllm": EngineEntry(
-        _make_vllm,
-        "vLLM",
-        "vllm",
-        "pip install -r requirements-gpu.txt",
-        needs_gpu=True,
-        then=True,
-        should_stop=True,
-    ),
-    "hf": EngineEntry(_make_hf, "transformers", "transformers", then=True, should_stop=True),
-    "policy": EngineEntry(
-        _make_policy,
-        "transformers",
-        "transformers",
-        needs_copy=False,
-        uses_trainer=True,
-        then=True,
-        should_stop=True,
-    ),
+    "vllm": _knows_both(_make_vllm, "vLLM", "vllm", "pip install -r requirements-gpu.txt", needs_gpu=True),
+    "hf": _knows_both(_make_hf, "transformers", "transformers"),
+    "policy": _knows_both(_make_policy, "transformers", "transformers", needs_copy=False, uses_trainer=True),
 }
 
 

@@ -137,6 +137,11 @@ class Prompt:
         """The indices in `ids` of the image tokens."""
         return (self.ids == self.image_token).nonzero()[:, 0]
 
+    @property
+    def parts(self) -> list[Prompt]:
+        """The prompts that it consists of, which have its images: only itself, unless it `extends` another one."""
+        return [*self.extends[0].parts, self.extends[1]] if self.extends else [self]
+
 
 @dataclass
 class Trajectory(Prompt):
@@ -190,6 +195,8 @@ class Request:
     seed: int
     index: int
     max_tokens: int  # how many tokens it may get at most
+    add_features: Callable[[list[Prompt]], None] | None = None
+    """Adds the features of a frozen vision tower to the last parts of prompts, of many requests at once."""
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,8 @@ class HFEngine:
             return should_stop is not None and should_stop(ended if then else ended | over)
 
         while waiting and not (paused := paused or is_enough(set())):
+            if then:
+                see([*waiting.values()])
             sampled, paused = self._sample(waiting, sampling, is_enough if should_stop else None)
             over = {i: output for i, output in sampled.items() if output.reason}
             waiting = _followers(then, over) if then else {}
@@ -235,6 +237,13 @@ def _output(ids: Tensor, logp: Tensor, max_tokens: int, stop: Tensor) -> Output:
     length = int(is_end.int().argmax()) + 1 if is_end.any() else len(is_end)
     reason = "stop" if is_end.any() else "length" if length == max_tokens else None
     return Output(ids[:length], logp[:length], reason)
+
+
+def see(requests: list[Request]) -> None:
+    """Let a frozen vision tower see the pictures that follow in the prompts of `requests`, all at once."""
+    if requests and (add_features := requests[0].add_features):
+        parts = [request.prompt.parts[-1] for request in requests if request.prompt.extends]
+        add_features([part for part in parts if part.images and part.features is None])
 
 
 def _followers(then: Callable[[int, Output], Request | None], ended: dict[int, Output]) -> dict[int, Request]:

@@ -130,6 +130,7 @@ def logp_difference(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tenso
     with_image = batch.values.has_image & fresh
     difference = (trainer_logp - batch.values.sampling_logp).abs() * fresh
     sums = {"difference": difference.sum(), "difference_max": difference.max(), "fresh_tokens": fresh.sum()}
-    if (teacher_logp := batch.values.teacher_logp) is not None:
-        sums["teacher_kl"] = ((trainer_logp - teacher_logp) * (batch.values.token_weights > 0)).sum()
+    if (teacher_logp := batch.values.teacher_logp) is None:  # of a dummy batch, it is not: all have the same sums
+        teacher_logp = trainer_logp
+    sums["teacher_kl"] = ((trainer_logp - teacher_logp) * (batch.values.token_weights > 0)).sum()
     return sums | {"image_fresh_tokens": with_image.sum(), "image_difference": (difference * with_image).sum()}

@@ -9,7 +9,6 @@ import functools
 import io
 import os
 import pickle
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -48,8 +47,6 @@ class Episodes:
         self.environment, self.reply_role = processor.environment, reply_role(processor)
         self.workers = _workers(self.environment.function)
         self.begun: list[Episode] = []  # in the order of the sampler's requests
-        self.without_features: list[Prompt] = []
-        self.tower = threading.Lock()
 
     def begin(self, row: int, request: Request, old: Rollout) -> Request:
         """Begin an episode about `samples[row]`, or let `old` go on. Returns the request for its turn."""
@@ -63,16 +60,6 @@ class Episodes:
     def end(self, number: int, output: Output) -> Rollout:
         """Return what was sampled in an episode, of whose last turn a sampler has returned `output`."""
         return self.begun[number].rollout(output)
-
-    def see(self, prompt: Prompt) -> None:
-        """Add the features of its pictures to `prompt`, together with others that wait for the vision tower."""
-        if not (self.add_features and prompt.images):
-            return
-        self.without_features.append(prompt)
-        with self.tower:
-            waiting, self.without_features = self.without_features, []
-            if waiting:
-                self.add_features(waiting)
 
     def ask(self, state: bytes, fields: dict[str, Any]) -> Any:
         """Let the environment answer a turn. Returns CallFailed if it raises, is too slow or answers with too much."""
@@ -113,13 +100,12 @@ class Episode:
         if old.trajectory:
             turns, lengths = [*old.trajectory.turns], [*old.trajectory.turn_lengths]
             self.trajectory = replace(old.trajectory, turns=turns, turn_lengths=lengths)
-            episodes.see(self.trajectory)
-            request = replace(request, prompt=self._joined(self.prompt, self.trajectory))
+            request = replace(request, prompt=self._joined(self.prompt, replace(self.trajectory)))
         sampled = sum(self.trajectory.turn_lengths)  # the rest is of a turn that was interrupted
         self.logp, self.logp_before = old.sampling_logp[:sampled], old.sampling_logp[sampled:]
         self.pixels: dict[str, Tensor] = {}  # of all pictures, once it is over, for a teacher
         self.max_tokens = request.max_tokens + len(old.ids)  # of all turns
-        self.request = replace(request, tokens=old.ids[sampled:])
+        self.request = replace(request, tokens=old.ids[sampled:], add_features=episodes.add_features)
 
     def _empty_trajectory(self) -> Trajectory:
         prompt, none, token = self.prompt, NOTHING.ids, self.episodes.processor.image_token_id
@@ -136,7 +122,6 @@ class Episode:
             if self.episodes.environment.has_teacher and self.trajectory.images:
                 self.pixels = self.episodes.processor.vision_inputs(self.trajectory.images)
             return None
-        self.episodes.see(self.added)
         self.logp_before = NOTHING.logp
         turn = replace(
             self.added, ids=torch.cat([ids, self.added.ids]), engine_ids=ids.tolist() + self.added.engine_ids
@@ -147,19 +132,14 @@ class Episode:
 
     def _joined(self, before: Prompt, added: Prompt) -> Prompt:
         """Return what the model sees in a turn: the prompt `before`, and what was `added` to it."""
-        parts = [each for each in (before, added) if each.vision]
-        has_features = bool(parts) and all(each.features is not None for each in parts)
-        names = ["image_grid_thw"] if has_features else [*parts[0].vision] if parts else []
-        vision = {name: torch.cat([each.vision[name] for each in parts]) for name in names}
         ids = torch.cat([before.ids, added.ids])
+        grids = [part.vision["image_grid_thw"] for part in (*before.parts, added) if "image_grid_thw" in part.vision]
+        vision = {"image_grid_thw": torch.cat(grids)} if grids else {}
         return replace(
             before,
             ids=ids,
             engine_ids=before.engine_ids + added.engine_ids,
             position_ids=prompt_position_ids(self.episodes.processor.skeleton, ids, vision),
-            images=[*before.images, *added.images],
-            vision=vision,
-            features=torch.cat([each.features for each in parts]) if has_features else None,
             image_token=added.image_token,
             extends=(before, added),
         )
@@ -263,19 +243,20 @@ class Episode:
         trajectory, prompt, seen = self.trajectory, self.prompt, self.request.prompt
         following = len(prompt.ids) + len(trajectory.ids) - len(seen.ids)
         trajectory.position_ids = continued_position_ids(seen, following)[:, len(prompt.ids) :]
-        if trajectory.images and seen.features is not None:
-            trajectory.features = seen.features[len(prompt.image_indices) :]
-        elif trajectory.images:
-            trajectory.vision = {name: each[len(prompt.vision.get(name, ())) :] for name, each in seen.vision.items()}
+        parts = [part for part in seen.parts[1:] if part.images]
+        if parts and all(part.features is not None for part in parts):
+            trajectory.features = torch.cat([part.features for part in parts])
+        elif parts:
+            trajectory.vision = {name: torch.cat([part.vision[name] for part in parts]) for name in parts[0].vision}
             trajectory.image_digest = digest_of(trajectory.images)
         if self.pixels:
             trajectory.for_teacher = replace(trajectory, features=None, vision=self.pixels)
-        parts, logps = [trajectory.ids[trajectory.loss_mask]], [self.logp]
+        ids, logps = [trajectory.ids[trajectory.loss_mask]], [self.logp]
         if not self.is_over:
-            parts += [self.request.tokens, output.ids]
+            ids += [self.request.tokens, output.ids]
             logps += [self.logp_before, output.logp]
         return Rollout(
-            torch.cat(parts),
+            torch.cat(ids),
             torch.cat(logps),
             self.is_truncated,
             self.text,
