@@ -302,7 +302,7 @@ def is_even(completion, answer="", **_):
 """
 
 
-@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
+@pytest.mark.parametrize("seed", slow(0, 1, 2))
 def test_rewards_of_parts_teach_what_their_sum_does_not(seed, tiny_model, shapes, tmp_path):
     """The first character should be even. What it earns is taken back from the rest, so that the sum is always 0."""
     (tmp_path / "own.py").write_text(CREDIT)

@@ -14,8 +14,9 @@ from common.records import Group, Prompt, Rollout, Sample
 from common.templates import control_tokens, variable_names
 from data import Processor
 from grading.calls import parameters
-from parts.turns.episodes import MAX_IMAGES, Episodes, parked, restored
+from parts.turns.episodes import MAX_IMAGES, Episodes
 from parts.turns.metrics import difference_by_turn, turn_metrics
+from parts.turns.parked import parked, restored
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class RunEnvironment:
         return Episodes(samples, processor, add_features)
 
     def parked(self, rollout: Rollout) -> Rollout:
-        """Return `rollout` as it waits for a later step; see `episodes.parked`."""
+        """Return `rollout` as it waits for a later step; see parked.py."""
         return parked(rollout)
 
     def restored(self, rollout: Rollout, processor: Processor) -> Rollout:

@@ -6,7 +6,6 @@ what was sampled and, in between, what the chat template writes for the answers.
 """
 
 import functools
-import io
 import os
 import pickle
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from common.records import TAG, Output, Prompt, Request, Rollout, Sample, Trajec
 from data import Processor, digest_of, expand_images, prompt_position_ids
 from grading.calls import ROOT, start_workers
 from inputs import images as image_files
-from inputs.images import decode_image, fit_image, read_source
+from inputs.images import fit_image, read_source
 from parts.turns.replies import encode_reply, reply_role
 from sampling.hf_engine import NOTHING, continued_position_ids
 
@@ -270,34 +269,3 @@ def add_vision(prompt: Prompt, processor: Processor) -> None:
     """Add the inputs of the vision tower, and a hash, for the pictures of `prompt`, if it has any and not these."""
     if prompt.images and not prompt.vision:
         prompt.vision, prompt.image_digest = processor.vision_inputs(prompt.images), digest_of(prompt.images)
-
-
-def parked(rollout: Rollout) -> Rollout:
-    """Return `rollout` as it waits for a later step and travels between processes: each picture as a PNG file."""
-    if not rollout.trajectory:
-        return rollout
-    turns = [Turn(role, [_as_png(part) for part in content]) for role, content in rollout.trajectory.turns]
-    light = replace(rollout.trajectory, turns=turns, images=[], vision={}, features=None, for_teacher=None)
-    return replace(rollout, trajectory=light)
-
-
-def restored(rollout: Rollout, processor: Processor) -> Rollout:
-    """Undo `parked`."""
-    if not rollout.trajectory:
-        return rollout
-    turns = [
-        Turn(role, [part if isinstance(part, str) else decode_image(part) for part in content])
-        for role, content in rollout.trajectory.turns
-    ]
-    images = [part for turn in turns for part in turn.content if isinstance(part, Image.Image)]
-    trajectory = replace(rollout.trajectory, turns=turns, images=images)
-    add_vision(trajectory, processor)
-    return replace(rollout, trajectory=trajectory)
-
-
-def _as_png(part: Any) -> Any:
-    if not isinstance(part, Image.Image):
-        return part
-    file = io.BytesIO()
-    part.save(file, "PNG", compress_level=1)
-    return file.getvalue()
