@@ -76,10 +76,12 @@ class RunFolder:
             time.sleep(0.5)
 
     def _plan_resume(self, requested: str | None) -> ResumePlan:
+        if not requested:
+            return ResumePlan(None, continues_output=False, replaces_output=False)
         checkpoints = checkpoints_by_step(self.path)
         if requested == "newest" or (requested == "auto" and checkpoints):
             checkpoint = self._newest_complete()
-        elif not requested or requested == "auto":
+        elif requested == "auto":
             checkpoint = None
         else:
             checkpoint = named_checkpoint(Path(requested), "--resume")
