@@ -180,11 +180,10 @@ def main(cfg: Config) -> None:
             lock_file(pathlib.Path(cfg.output, "evaluation.lock"), f"--output {cfg.output} is in use")
     except OSError as error:
         raise UserError(f"cannot write to {cfg.output!r} ({error.strerror}): choose another --output") from None
-    judge, baseline, saved = Judge(cfg), None, None
     is_needed = bool(cfg.benchmark or cfg.baseline or cfg.predictions)
-    if benchmarks := extra("benchmarks", is_needed):
-        if is_needed:
-            judge, baseline, saved = benchmarks.prepare(cfg)
+    benchmarks = extra("benchmarks", is_needed)
+    judge, baseline, saved = benchmarks.prepare(cfg) if benchmarks and is_needed else (Judge(cfg), None, None)
+    if benchmarks:
         judge.interval = benchmarks.mean_interval
     samples, outputs = saved or generate_responses(cfg, device, judge, baseline)
     results = judge(samples, outputs)

@@ -125,7 +125,7 @@ class Prompt:
     `policy.model.cache_image_features`."""
     image_token: int = -1  # the token id of image tokens in `ids`
     image_digest: bytes = b""  # a hash of the resized images; identical images have the same hash
-    for_teacher: Any = None  # the prompt or trajectory as the teacher sees it, if there is one
+    for_teacher: Prompt | None = None  # the prompt as the teacher sees it, if there is one
     expected_length: float = 0.0
     """Expected completion length in tokens. If the sampler cannot take all prompts at once, it starts with those that
     have the longest expected completions."""
@@ -155,6 +155,7 @@ class Trajectory(Prompt):
     turns: list[Turn] = field(default_factory=list)  # the model's turns and, between them, what it saw
     turn_lengths: list[int] = field(default_factory=list)  # how many tokens the model sampled in each of its turns
     state: bytes = b""  # of the environment, pickled
+    for_teacher: Trajectory | None = None  # the trajectory as the teacher sees it, if that differs
     num_calls: int = 0  # how often the environment answered
     num_failed: int = 0  # how many of these answers only said what went wrong
 

@@ -79,13 +79,12 @@ class HFEngine:
 
         while waiting and not (paused := paused or is_enough(set())):
             if then:
-                see([*waiting.values()])
+                encode_images([*waiting.values()])
             sampled, paused = self._sample(waiting, sampling, is_enough if should_stop else None)
             over = {i: output for i, output in sampled.items() if output.reason}
             waiting = _followers(then, over) if then else {}
             ended |= over.keys() - waiting.keys()
             outputs |= sampled | dict.fromkeys(waiting, NOTHING)
-            paused = paused or (bool(waiting) and is_enough(set()))
         while should_stop and not paused:  # other processes still sample
             paused = is_enough(set())
         return [outputs.get(i, NOTHING) for i in range(len(requests))]
@@ -239,8 +238,8 @@ def _output(ids: Tensor, logp: Tensor, max_tokens: int, stop: Tensor) -> Output:
     return Output(ids[:length], logp[:length], reason)
 
 
-def see(requests: list[Request]) -> None:
-    """Let a frozen vision tower see the pictures that follow in the prompts of `requests`, all at once."""
+def encode_images(requests: list[Request]) -> None:
+    """Add the features of a frozen vision tower for the pictures that are new in `requests`, all at once."""
     if requests and (add_features := requests[0].add_features):
         parts = [request.prompt.parts[-1] for request in requests if request.prompt.extends]
         add_features([part for part in parts if part.images and part.features is None])

@@ -15,7 +15,7 @@ import torch
 from common import console
 from common.errors import UserError
 from common.records import Output, Prompt, Request
-from sampling.hf_engine import NOTHING, PAUSE_EVERY, THREADS, see
+from sampling.hf_engine import NOTHING, PAUSE_EVERY, THREADS, encode_images
 
 ADDED_TOGETHER = 32  # requests that are prepared on the host while the GPU works on the iteration before
 GATHER = 0.2  # seconds in which turns that become ready begin together, if vLLM has nothing to do
@@ -41,7 +41,7 @@ class RequestLoop:
         self.should_stop = should_stop or (lambda over: len(over) == len(requests))
         longest_first = sorted(range(len(requests)), key=lambda i: -requests[i].prompt.expected_length)
         self.waiting = deque(longest_first)  # requests that have not begun
-        see(self.requests)
+        encode_images(self.requests)
         self.prepared: dict[int, dict] = {}  # the `EngineInput` of each prompt, by its id
         self.answered: SimpleQueue[Future[tuple[int, Request | None]]] = SimpleQueue()
         self.in_threads = 0  # requests whose `then` has not been taken
@@ -125,7 +125,7 @@ class RequestLoop:
             if not is_busy:
                 until = until or time.monotonic() + GATHER
                 timeout = max(0.0, until - time.monotonic())
-        see([self.requests[i] for i in itertools.islice(self.waiting, first, None)])
+        encode_images([self.requests[i] for i in itertools.islice(self.waiting, first, None)])
 
     def _take(self, answer: Future[tuple[int, Request | None]]) -> None:
         """Let the request that follows another one wait for its beginning."""
