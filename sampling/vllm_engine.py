@@ -97,7 +97,7 @@ class VLLMEngine:
             shares *= self.flags.tensor_parallel
             dist.all_gather_object(shares, list(requests), group=self.group)
         everyone = [request for share in shares for request in share]
-        self._check_pixels([request.prompt for request in everyone])
+        self._check_pixels([request.prompt.parts[0] for request in everyone])
         outputs = self._run(everyone, sampling, then, should_stop)
         if not before and (times := getattr(scheduler, "preemptions", 0)):  # once per run
             console.log(
@@ -151,6 +151,8 @@ class VLLMEngine:
         if self._takes_features(prompt):
             features = {"image_embeds": prompt.features, "image_grid_thw": prompt.vision["image_grid_thw"]}
             request["multi_modal_data"] = {"image": features}
+            digest = prompt.image_digest.hex()  # else, vLLM makes one of the features
+            request["multi_modal_uuids"] = {"image": [f"{digest}-{i}" for i in range(len(prompt.images))]}
         elif prompt.images:
             request["multi_modal_data"] = {"image": prompt.images}
         return request

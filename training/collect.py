@@ -40,7 +40,7 @@ class Collector:
         self.total_steps = cfg.max_steps or math.ceil(cfg.epochs * stream.epoch_length / cfg.prompts_per_step)
         self.position = 0  # prompts drawn so far from the endless shuffled stream of training rows
         self.features: dict[bytes, Tensor] = {}  # image features of a frozen vision tower, by digest
-        self.add_features: Callable[[list[Prompt]], None] | None = None  # adds those of images that no row has
+        self.policy: Policy | None = None  # whose tower encodes the pictures of turns
         self.rollouts: list[Rollout] = []  # this process's completions of the current step
         self.rewards: GroupRewards | None = None  # of all completions that the current step has sampled
         self.num_rounds = 1  # of sampling in the current step
@@ -125,7 +125,7 @@ class Collector:
 
     def sample_round(self, policy: Policy, step: int) -> tuple[list[ScoredGroup], list[list[Rewards]]]:
         """Sample and score P prompts: this process's groups, and the rewards of all processes in prompt order."""
-        self.add_features = functools.partial(cache_image_features, policy, feature_cache={})
+        self.policy = policy
         drawn = self.draw(step)
         local_indices = self.assign(drawn)
         self.position = max(self.position, drawn[-1].position + 1)
@@ -137,10 +137,9 @@ class Collector:
             chosen = self.sample(drawn, local_indices, list(prompts.values()), step)
         local = {index: each for index, each in enumerate(chosen) if each.position in prompts}
         samples, rollouts = self.stream.rows(local.values()), [list(each.rollouts) for each in local.values()]
-        if self.stream.processor.environment:
-            seen = [rollout.trajectory for group in rollouts for rollout in group if rollout.trajectory]
+        if environment := self.stream.processor.environment:
             with self.clock("prompts"):
-                self.add_features([each for each in seen if each.features is None])
+                environment.add_features(policy, [rollout for group in rollouts for rollout in group])
         with self.clock("reward"):
             rewards, error = self.scorer(samples, rollouts, self.cfg.max_completion_length)
         distributed.raise_first_error(error, StepFailed)
@@ -194,7 +193,7 @@ class Collector:
         sampling = Sampling(self.cfg.num_generations, self.cfg.max_completion_length, self.cfg.temperature)
         processor, episodes = self.stream.processor, None
         if processor.environment:
-            episodes = processor.environment.episodes(self.stream.rows(drawn), processor, self.add_features)
+            episodes = processor.environment.episodes(self.stream.rows(drawn), processor, self.policy)
         generate = functools.partial(self.engine.generate, **options)
         return sample_completions(generate, processor, prompts, seeds, sampling, episodes, started)
 

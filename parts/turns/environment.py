@@ -1,7 +1,7 @@
 """The environment of a run: which it is, and what prompts say of its tools (docs/turns.md)."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,13 +10,15 @@ from torch import Tensor
 from common import plugins
 from common.environments import ENVIRONMENTS
 from common.errors import UserError, find_entry
-from common.records import Group, Prompt, Rollout, Sample
+from common.records import Group, Rollout, Sample
 from common.templates import control_tokens, variable_names
 from data import Processor
 from grading.calls import parameters
 from parts.turns.episodes import MAX_IMAGES, Episodes
 from parts.turns.metrics import difference_by_turn, turn_metrics
 from parts.turns.parked import parked, restored
+from parts.turns.pictures import add_features
+from policy.model import Policy, trains_vision
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,17 @@ class RunEnvironment:
         self,
         samples: Sequence[Sample],
         processor: Processor,
-        add_features: Callable[[list[Prompt]], None] | None = None,
+        policy: Policy | None = None,
     ) -> Episodes:
         """Return the episodes about `samples`, for `Engine.generate`; see `Episodes`."""
-        return Episodes(samples, processor, add_features)
+        return Episodes(samples, processor, policy)
+
+    def add_features(self, policy: Policy, rollouts: Sequence[Rollout]) -> None:
+        """Set the image features of the episodes that lack them, if the vision tower of `policy` is frozen."""
+        seen = [rollout.trajectory for rollout in rollouts if rollout.trajectory]
+        lacking = [each for each in seen if each.images and each.features is None]
+        if lacking and not trains_vision(policy.model):
+            add_features(policy, None, lacking)
 
     def parked(self, rollout: Rollout) -> Rollout:
         """Return `rollout` as it waits for a later step; see parked.py."""

@@ -24,7 +24,9 @@ from data import Processor, digest_of, expand_images, prompt_position_ids
 from grading.calls import ROOT, start_workers
 from inputs import images as image_files
 from inputs.images import fit_image, read_source
+from parts.turns.pictures import add_features, add_vision, pixel_table
 from parts.turns.replies import encode_reply, reply_role
+from policy.model import Policy, trains_vision, vision_parameters
 from sampling.hf_engine import NOTHING, continued_position_ids
 
 MAX_IMAGES = 8  # in an answer
@@ -39,10 +41,15 @@ class Episodes:
         self,
         samples: Sequence[Sample],
         processor: Processor,
-        add_features: Callable[[list[Prompt]], None] | None = None,
+        policy: Policy | None = None,
     ):
-        """`add_features` adds the features of a frozen vision tower to prompts; None: samplers compute them."""
-        self.samples, self.processor, self.add_features = samples, processor, add_features
+        """`policy` computes the features of later pictures, if its vision tower is frozen; else samplers do."""
+        self.samples, self.processor = samples, processor
+        self.add_features: Callable[[list[Prompt]], None] | None = None
+        self.table = None
+        if policy and vision_parameters(policy.model) and not trains_vision(policy.model):
+            self.table = pixel_table(processor)
+            self.add_features = functools.partial(add_features, policy, self.table)
         self.environment, self.reply_role = processor.environment, reply_role(processor)
         self.workers = _workers(self.environment.function)
         self.begun: list[Episode] = []  # in the order of the sampler's requests
@@ -131,14 +138,14 @@ class Episode:
 
     def _joined(self, before: Prompt, added: Prompt) -> Prompt:
         """Return what the model sees in a turn: the prompt `before`, and what was `added` to it."""
-        ids = torch.cat([before.ids, added.ids])
-        grids = [part.vision["image_grid_thw"] for part in (*before.parts, added) if "image_grid_thw" in part.vision]
-        vision = {"image_grid_thw": torch.cat(grids)} if grids else {}
+        vision = {"image_grid_thw": added.vision["image_grid_thw"]} if "image_grid_thw" in added.vision else {}
+        positions = prompt_position_ids(self.episodes.processor.skeleton, added.ids, vision)
         return replace(
             before,
-            ids=ids,
+            ids=torch.cat([before.ids, added.ids]),
             engine_ids=before.engine_ids + added.engine_ids,
-            position_ids=prompt_position_ids(self.episodes.processor.skeleton, ids, vision),
+            position_ids=torch.cat([before.position_ids, before.position_ids.max() + 1 + positions], dim=1),
+            vision={},  # the tower's inputs are those of its parts
             image_token=added.image_token,
             extends=(before, added),
         )
@@ -227,7 +234,7 @@ class Episode:
         unplaced, token = torch.empty(0), trajectory.image_token
         source = self.prompt.source
         self.added = Prompt(torch.tensor(ids), engine_ids, unplaced, images, source=source, image_token=token)
-        add_vision(self.added, processor)
+        add_vision(self.added, processor, self.episodes.table)
         return None
 
     def _extend(self, ids: list[int], engine_ids: list[int], is_sampled: bool) -> None:
@@ -263,9 +270,3 @@ class Episode:
             trajectory=trajectory,
             env_reward=self.reward,
         )
-
-
-def add_vision(prompt: Prompt, processor: Processor) -> None:
-    """Add the inputs of the vision tower, and a hash, for the pictures of `prompt`, if it has any and not these."""
-    if prompt.images and not prompt.vision:
-        prompt.vision, prompt.image_digest = processor.vision_inputs(prompt.images), digest_of(prompt.images)

@@ -9,7 +9,7 @@ from PIL import Image
 from common.records import Rollout, Turn
 from data import Processor
 from inputs.images import decode_image
-from parts.turns.episodes import add_vision
+from parts.turns.pictures import add_vision
 
 
 def parked(rollout: Rollout) -> Rollout:
