@@ -352,7 +352,9 @@ def cache_image_features(
         with without_dropout(policy):
             features = image_features(policy.model, vision)
         for prompt, prompt_features in zip(batch, features.split([len(p.image_indices) for p in batch])):
-            feature_cache[prompt.image_digest] = prompt_features.cpu()
+            feature_cache[prompt.image_digest] = prompt_features.to("cpu", non_blocking=True)
+    if parameters[0].is_cuda:
+        torch.cuda.synchronize()
     for prompt in prompts:
         prompt.features = feature_cache.get(prompt.image_digest)
     while sum(features.nbytes for features in feature_cache.values()) > FEATURE_CACHE_BYTES:

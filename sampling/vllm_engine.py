@@ -16,7 +16,7 @@ from policy.model import Policy, stop_tokens
 from policy.sharding import sampler_weights
 from sampling.hf_engine import NOTHING
 from sampling.vllm_checks import check_expansion, check_pixels, check_weights, record_tower_inputs
-from sampling.vllm_loop import RequestLoop, request_seed
+from sampling.vllm_loop import RequestLoop, image_names, request_seed, with_features
 from sampling.vllm_start import start_vllm
 
 
@@ -121,6 +121,7 @@ class VLLMEngine:
                 detokenize=False,
             )
 
+        self.rendered: dict[str, Any] = {}  # a prompt with features for each of the sizes of its images
         return RequestLoop(self.llm, requests, self._render, params, *others).run()
 
     def _check_pixels(self, prompts: Sequence[Prompt]) -> None:
@@ -134,11 +135,16 @@ class VLLMEngine:
 
     def _render(self, prompt: Prompt) -> dict[str, Any]:
         """Let vLLM prepare a prompt and its images. Raises UserError if it refuses it, or makes other tokens of it."""
+        sizes = str(prompt.vision["image_grid_thw"].tolist()) if self._takes_features(prompt) else ""
+        if sizes in self.rendered:
+            return with_features(self.rendered[sizes], prompt)
         try:
             (rendered,) = self.llm.renderer.render_cmpl([self._request(prompt)])
         except Exception as error:
             raise UserError(f"{prompt.source}: vLLM refuses the prompt: {error}") from error
         check_expansion(prompt, rendered["prompt_token_ids"])
+        if sizes:
+            self.rendered[sizes] = rendered
         return rendered
 
     def _request(self, prompt: Prompt) -> dict[str, Any]:
@@ -151,8 +157,7 @@ class VLLMEngine:
         if self._takes_features(prompt):
             features = {"image_embeds": prompt.features, "image_grid_thw": prompt.vision["image_grid_thw"]}
             request["multi_modal_data"] = {"image": features}
-            digest = prompt.image_digest.hex()  # else, vLLM makes one of the features
-            request["multi_modal_uuids"] = {"image": [f"{digest}-{i}" for i in range(len(prompt.images))]}
+            request["multi_modal_uuids"] = {"image": image_names(prompt)}  # else, vLLM hashes the features
         elif prompt.images:
             request["multi_modal_data"] = {"image": prompt.images}
         return request

@@ -8,6 +8,7 @@ what was sampled and, in between, what the chat template writes for the answers.
 import functools
 import os
 import pickle
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -52,6 +53,7 @@ class Episodes:
             self.add_features = functools.partial(add_features, policy, self.table)
         self.environment, self.reply_role = processor.environment, reply_role(processor)
         self.workers = _workers(self.environment.function)
+        self.computing = threading.Lock()  # threads that compete for Python's own lock hold the sampler up
         self.begun: list[Episode] = []  # in the order of the sampler's requests
 
     def begin(self, row: int, request: Request, old: Rollout) -> Request:
@@ -61,7 +63,8 @@ class Episodes:
 
     def then(self, number: int, output: Output) -> Request | None:
         """Let an episode take the turn that has ended; return the request for its next one (`Engine.generate`)."""
-        return self.begun[number].then(output)
+        with self.computing:
+            return self.begun[number].then(output)
 
     def end(self, number: int, output: Output) -> Rollout:
         """Return what was sampled in an episode, of whose last turn a sampler has returned `output`."""
@@ -73,7 +76,11 @@ class Episodes:
         call |= {"max_text": self.environment.max_seen * self.processor.longest_token}
         call |= {"max_megapixels": image_files.max_megapixels}
         call |= {"max_reward": rewards.MAX_REWARD / self.environment.max_turns}
-        (answer,) = self.workers.call_all(TAKE_TURN, rewards.REWARD_TIMEOUT, [call])
+        self.computing.release()
+        try:
+            (answer,) = self.workers.call_all(TAKE_TURN, rewards.REWARD_TIMEOUT, [call])
+        finally:
+            self.computing.acquire()
         return answer
 
 
@@ -103,7 +110,7 @@ class Episode:
         self.trajectory = self._empty_trajectory()
         self.reward, self.text = old.env_reward, old.text
         self.is_over = self.is_truncated = False  # truncated: it was cut off by the number of turns, or of tokens
-        if old.trajectory:
+        if old.trajectory and old.trajectory.turns:
             turns, lengths = [*old.trajectory.turns], [*old.trajectory.turn_lengths]
             self.trajectory = replace(old.trajectory, turns=turns, turn_lengths=lengths)
             request = replace(request, prompt=self._joined(self.prompt, replace(self.trajectory)))

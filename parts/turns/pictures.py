@@ -17,7 +17,7 @@ from common.records import Prompt
 from data import Processor, digest_of
 from policy.model import Policy, cache_image_features, vision_parameters
 
-AT_ONCE = 32  # prompts whose pixel values are on the device together
+AT_ONCE = 128  # prompts whose pixel values are on the device together
 
 
 @dataclass(frozen=True)

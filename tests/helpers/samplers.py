@@ -41,4 +41,5 @@ def take_turn(episode: Any, ids: Sequence[int], logp: Tensor | None = None, room
     """Let the model sample `ids`, the last of which `ends` the turn. Return whether the episode goes on."""
     episode.max_tokens = len(episode.logp) + len(ids) + room
     output = Output(torch.tensor(ids), torch.zeros(len(ids)) if logp is None else logp, "stop" if ends else "length")
-    return episode.then(output) is not None
+    episodes = episode.episodes
+    return episodes.then(episodes.begun.index(episode), output) is not None
