@@ -126,7 +126,8 @@ class VLLMEngine:
 
     def _check_pixels(self, prompts: Sequence[Prompt]) -> None:
         """Compare the pixels that vLLM makes of the images of `prompts` with the trainer's, once per run."""
-        with_images = [*{id(prompt): prompt for prompt in prompts if self._sends_images(prompt)}.values()]
+        sent = {id(prompt): prompt for prompt in prompts if prompt.images and not self._takes_features(prompt)}
+        with_images = [*sent.values()]
         if with_images and not self.pixels_checked:
             with record_tower_inputs(self.llm, self.vision.parts[0]) as tower_inputs:
                 self._run([Request(prompt, NOTHING.ids, 0, 0, 1) for prompt in with_images], Sampling(1, 1))
@@ -148,11 +149,7 @@ class VLLMEngine:
         return rendered
 
     def _request(self, prompt: Prompt) -> dict[str, Any]:
-        """Return a prompt as vLLM expects it, with the trainer's image features if vLLM accepts them, else with images.
-
-        The trainer computes features if its vision tower is frozen. With these features, vLLM does not run its own
-        tower, which saves time and rules out any difference between the two towers.
-        """
+        """Return a prompt as vLLM expects it, with the trainer's image features or with images."""
         request: dict[str, Any] = {"prompt_token_ids": prompt.engine_ids}
         if self._takes_features(prompt):
             features = {"image_embeds": prompt.features, "image_grid_thw": prompt.vision["image_grid_thw"]}
@@ -162,15 +159,7 @@ class VLLMEngine:
             request["multi_modal_data"] = {"image": prompt.images}
         return request
 
-    def _sends_images(self, prompt: Prompt) -> bool:
-        """Return whether vLLM gets the images of the prompt, not their features."""
-        return bool(prompt.images) and not self._takes_features(prompt)
-
     def _takes_features(self, prompt: Prompt) -> bool:
-        """Return whether the prompt has features that vLLM accepts.
-
-        vLLM rejects features that include inner layers of the vision tower (Qwen3-VL), because such features are wider
-        than the hidden size.
-        """
+        """Return whether the prompt has features that vLLM accepts: as wide as its hidden states."""
         has_features = prompt.features is not None and self.vision.vllm_features
         return has_features and prompt.features.shape[-1] == self.hidden_size

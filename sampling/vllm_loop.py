@@ -170,13 +170,10 @@ def with_features(like: dict, prompt: Prompt) -> dict:
     places, items = like["mm_placeholders"]["image"], like["mm_kwargs"]["image"]
     lengths = [place.length for place in places]
     starts = prompt.image_indices[torch.tensor([0, *lengths[:-1]]).cumsum(0)].tolist()
-    features = [
-        item | {"image_embeds": replace(item["image_embeds"], data=own)}
-        for item, own in zip(items, prompt.features.split(lengths))
-    ]
+    embeds = [replace(item["image_embeds"], data=own) for item, own in zip(items, prompt.features.split(lengths))]
     return like | {
         "prompt_token_ids": prompt.ids.tolist(),
-        "mm_kwargs": {"image": features},
+        "mm_kwargs": {"image": [item | {"image_embeds": own} for item, own in zip(items, embeds)]},
         "mm_hashes": {"image": image_names(prompt)},
         "mm_placeholders": {"image": [replace(place, offset=start) for place, start in zip(places, starts)]},
     }

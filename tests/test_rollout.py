@@ -451,7 +451,6 @@ def test_vllm_gets_features_only_if_it_accepts_them(vllm_engine, prompts):
     ):
         data = vllm_engine._request(prompt).get("multi_modal_data", {}).get("image")
         assert {type(None): None, list: "images", dict: "features"}[type(data)] == sent
-        assert vllm_engine._sends_images(prompt) == (sent == "images")
 
 
 def test_what_vllm_computed_with_old_weights_is_discarded(vllm_engine, tiny_model):

@@ -23,7 +23,8 @@ from common import plugins
 from common.environments import ENVIRONMENTS, tool_call
 from data import encode_prompt, load_processor
 from parts.turns import episodes, use_environment
-from tests.helpers.models import save_tiny
+from parts.turns.pictures import pixel_table
+from tests.helpers.models import WITH_IMAGES, save_tiny
 from tests.helpers.rows import make_sample
 from tests.helpers.samplers import begin_episode, take_turn
 from tests.helpers.scripts import ROOT
@@ -285,6 +286,30 @@ def test_an_environment_gets_the_extents_of_the_family(family, tiny_model, tiny_
     assert calls[0]["extents"] == [(112, 56) if family == "qwen2_5_vl" else (1000, 1000)]
     assert calls[0]["images"][0].size == (400, 200)
     assert (calls[0]["question"], calls[0]["answer"], calls[0]["text"]) == ("?", "3", "3")
+
+
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_pictures_become_the_pixel_values_of_the_image_processor(family, tmp_path):
+    """A table and a layout that are read from the image processor give the same bits; else there is no table."""
+    processor = load_processor(save_tiny(family, tmp_path), "count")
+    table = pixel_table(processor)
+    assert (table is not None) == (family.startswith("qwen") or family == "glm4v")
+    if table:
+        for width, height in ((56, 112), (168, 56)):
+            picture = Image.effect_noise((width, height), 90).convert("RGB")
+            picture.paste((250, 3, 77), (0, 0, 20, 40))
+            expected = processor.vision_inputs([picture])
+            assert torch.equal(table.pixel_values(picture, torch.device("cpu")), expected["pixel_values"])
+            assert [table.grid(picture)] == expected["image_grid_thw"].tolist()
+
+
+def test_an_episode_that_was_interrupted_in_its_first_turn_goes_on(processor):
+    """It has seen nothing yet, so that its prompt stays what it was."""
+    begun = begin(processor, "zoom")
+    request = replace(begun.request, tokens=begun.request.tokens)
+    old = replace(begun.rollout(), ids=torch.tensor([7, 8]), sampling_logp=torch.zeros(2))
+    again = begun.episodes.begin(0, request, old)
+    assert again.prompt.extends is None and again.tokens.tolist() == [7, 8]
 
 
 BOX = {"x1": 0, "y1": 0, "x2": 9, "y2": 9}
