@@ -6,6 +6,7 @@ Completions are untrusted: no text may make these functions raise an error or ru
 import re
 
 from grading.answers import SHORT, boxes_of, half_width, short_answer, unit_symbol
+from parts.math.units import COUNTED
 
 
 def count_words(text: str) -> int:
@@ -35,9 +36,24 @@ def math_answers(text: str) -> list[str]:
         candidates.append(formula.strip()[: 20 * SHORT])
     elif is_prose:
         found = list(re.finditer(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:/\d+)?(?!\w)", answer))
-        chosen = found[:1] if explicit else found[-1:]
-        candidates += [number[0] + _unit_after(answer[number.end() :]) for number in chosen]
+        for number in found[:1] if explicit else found[-1:]:
+            unit = _unit_after(answer[number.end() :])
+            if _STATED.search(answer[: number.start()]) and _END.match(answer[number.end() + len(unit) :]):
+                candidates.append(number[0] + unit)
     return candidates
+
+
+# What stands before and behind the number of a sentence that states it. "3 or more" and "half of 6" state another one.
+_STATED = re.compile(
+    r"(?:\A|[=:]|\b(?:is|are|was|were|be|equals?|equal to|gives?|gets?|got|have|has|had|so|thus|hence|answer|total of))"
+    r"[\s$*]*(?:(?:exactly|only|just|about|approximately) )?\Z",
+    re.IGNORECASE,
+)
+_END = re.compile(
+    rf"\s*(?:(?:square |cubic )?{COUNTED.pattern})?"
+    r"(?:\W*\Z|\s*[.,;:!?)]|\s+(?:in total|in all|altogether|of the|because|since|as)\b)",
+    re.IGNORECASE,
+)
 
 
 def _unit_after(text: str) -> str:

@@ -8,12 +8,13 @@ import contextlib
 import logging
 import re
 import resource
+from typing import Any
 
 from latex2sympy2_extended.math_normalization import NormalizationConfig
 from math_verify import LatexExtractionConfig, grader, parse, verify
-from sympy import Basic, Float, MatrixBase
+from sympy import Basic, Float, I, MatrixBase
 
-from parts.math.answers import count_words
+from parts.math.grammar import is_readable
 from parts.math.notation import RELATION, joined_numbers, normalise, solution_set, without_names
 from parts.math.units import split_unit
 
@@ -22,16 +23,10 @@ MAX_MEMORY = 4 * 2**30  # bytes of data that a call may allocate
 # By default, math-verify drops a trailing "t", "h" or "c" as a unit, so that `3t` equals 3.
 NORMALISATION = NormalizationConfig(units=False, malformed_operators=True, nits=True)
 EXTRACTION = (LatexExtractionConfig(normalization_config=NORMALISATION),)  # never the number at the end of a text
-# math-verify ignores the text on one side of each of these symbols.
-SIGNS = ("\\to", "\\rightarrow", "\\cup", "\\mid", "\\neg", "\\sim", "\\ne", "\\approx", "≈", "\\equiv", "¬")
-SUBSCRIPT = re.compile(r"(?<!\\log)_\s*\{?\s*(\\?\w*)")  # math-verify ignores these too: 101_2 would equal 101_3
-PRIMES = re.compile(r"(?<=[A-Za-z)}])'+")  # and these: f'(x) would equal f(x)
 NUMBER = re.compile(r"\s*-?\d+(?:\.\d+)?\s*")
 CHOICE_PREFIX = re.compile(
     r"\A(?i:(?:the )?(?:correct )?(?:option|choice|answer)s?(?: is| are)?\b[\s:]*)(?=\(?[A-Z]\b)"
 )
-FORMULA = re.compile(r"\d*(?=.*[A-Za-z)]\d)[A-Za-z\d()]+")  # H2O
-ROMAN = re.compile(r"\(?(?=[^IVX]*[IVX])[IVXLCDM]{2,}\)?|\(?[ivx]{2,}\)?")  # IX; CD is a product
 LETTER = r"(?:[A-Z]|\([A-Z]\))"
 LETTERS = re.compile(rf"{LETTER}(?:(?:\s*(?:,|;|&|\band\b)\s*)+{LETTER})+|[A-Z]{{2,}}")  # "A, B and D"
 
@@ -62,12 +57,10 @@ def math_equal(candidate: str, gold: str) -> bool:
     gold = letter or gold
     if _is_words(gold):
         return _plain_words(candidate) == _plain_words(gold)
-    if any(FORMULA.fullmatch(text) or ROMAN.fullmatch(text) for text in (candidate, gold)):
-        return re.sub(r"[\s_{}\\]", "", candidate).strip("()") == re.sub(r"[\s_{}\\]", "", gold).strip("()")
     if bool(RELATION.search(candidate)) != bool(RELATION.search(gold)):
         candidate, gold = solution_set(candidate), solution_set(gold)
     unnamed = without_names(candidate, gold)
-    return unnamed is not None and not _is_ambiguous(*unnamed) and _same_value(*unnamed)
+    return unnamed is not None and _same_value(*unnamed)
 
 
 def _same_value(candidate: str, gold: str) -> bool:
@@ -79,6 +72,8 @@ def _same_value(candidate: str, gold: str) -> bool:
     kinds = {kind, gold_kind}
     if kinds != {"time", "ratio"} and (kinds & {"date", "range", "time"} or kinds == {"difference"}):
         return parts == gold_parts and (len(kinds) == 1 or kinds == {"time", "fraction"})
+    if not is_readable(candidate) or not is_readable(gold) or _is_false(candidate):
+        return _as_text(candidate) == _as_text(gold)
     if _verify(candidate, gold):
         return True
     if {unit, gold_unit} != {"%", None}:  # 50% equals 50 and 0.5
@@ -90,7 +85,14 @@ def _same_value(candidate: str, gold: str) -> bool:
 def _verify(candidate: str, gold: str) -> bool:
     # Each answer is put in a box, because `12 \\sqrt{3}` would otherwise be parsed as 3.
     boxed = [parse("\\boxed{" + text + "}", EXTRACTION, parsing_timeout=None) for text in (gold, candidate)]
+    if not re.search(r"[jk]", candidate + gold):  # with these, i may be a direction or an index
+        boxed = [[_with_imaginary_unit(each) for each in answer] for answer in boxed]
     return bool(verify(*boxed, timeout_seconds=None))
+
+
+def _with_imaginary_unit(answer: Any) -> Any:
+    units = {symbol: I for symbol in getattr(answer, "free_symbols", ()) if symbol.name == "i"}
+    return answer.subs(units) if units else answer
 
 
 def _same_number(a: Basic, b: Basic, *_: int) -> bool:
@@ -158,20 +160,15 @@ def _is_words(gold: str) -> bool:
     return text in ("no", "on", "up") or bool(re.fullmatch(r"[^\W\d_]{3,}(?:[\s'-]+[^\W\d_]+)*", text))
 
 
-def _is_ambiguous(candidate: str, gold: str) -> bool:
-    """Return whether math-verify would misread `candidate`."""
-    if any(sign in candidate and sign not in gold for sign in SIGNS) or count_words(candidate) > count_words(gold) + 3:
-        return True
-    if re.search(r"\d\s+\d", f"{candidate}|{gold}"):  # math-verify reads "1 2" as 3
-        return True
-    if (subscripts := SUBSCRIPT.findall(candidate)) and subscripts != SUBSCRIPT.findall(gold):
-        return True
-    if "=" in candidate and re.search(r"\d\s+(?!and\b|or\b)[a-z][a-z\s]*\s\d", candidate):  # "2 because 3 + 4 = 7"
-        return True
-    if PRIMES.findall(candidate) != PRIMES.findall(gold):
-        return True
-    sides = candidate.split("=")
-    return any(NUMBER.fullmatch(side) and side.strip() != sides[-1].strip() for side in sides[:-1])  # "1 = 5"
+def _as_text(text: str) -> str:
+    """Return what is left of a text whose notation does not count."""
+    return re.sub(r"[\s_{}\\]", "", text).strip("()")
+
+
+def _is_false(text: str) -> bool:
+    """Return whether `text` equates different numbers, as "1 = 5" does."""
+    sides = text.split("=")
+    return any(NUMBER.fullmatch(side) and side.strip() != sides[-1].strip() for side in sides[:-1])
 
 
 _compare_matrices = grader.sympy_numeric_eq  # compares the elements with `_same_number`

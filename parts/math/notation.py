@@ -7,7 +7,8 @@ from collections.abc import Callable
 _GREEK = {"α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "θ": "theta", "λ": "lambda", "ρ": "rho", "σ": "sigma"}
 _GREEK |= {"φ": "phi", "ω": "omega", "π": "pi"}
 _SYMBOLS = str.maketrans(
-    {"°": "\\degree ", "º": "\\degree ", "℃": "\\degree C", "℉": "\\degree F", "−": "-", "–": "-", "‐": "-"}
+    {"°": "\\degree ", "º": "\\degree ", "℃": "\\degree C", "℉": "\\degree F"}
+    | dict.fromkeys("−‐‑‒–—", "-")
     | {"×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "/", "∶": ":", "√": "\\sqrt ", "∛": "\\sqrt[3] "}
     | {"∜": "\\sqrt[4] ", "∞": "\\infty ", "∅": "\\emptyset ", "∪": "\\cup ", "∩": "\\cap ", "±": "\\pm ", "∈": "\\in "}
     | {"≤": "\\le ", "≥": "\\ge ", "≦": "\\le ", "≧": "\\ge ", "⩽": "\\le ", "⩾": "\\ge ", "≠": "\\ne ", "→": "\\to "}
@@ -18,6 +19,7 @@ _FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|csc|sec|ln|log
 _MAGNITUDES = {"dozen": "12", "hundred": "10^{2}", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}"}
 _MAGNITUDES |= {"trillion": "10^{12}", "万": "10^{4}", "亿": "10^{8}"}
 _NESTED = r"\(((?:[^()]|\([^()]*\))*)\)"  # the parentheses of an argument
+_AMOUNT = rf"(\d[\d,]*(?:\.\d+)?(?:\s*(?:{'|'.join(_MAGNITUDES)}))?)"
 _REWRITES: list[tuple[str, str | Callable[[re.Match], str]]] = [  # (pattern, replacement), applied in this order
     (r"\\f?box(?:ed)?(?![A-Za-z])\s*(?=[^\s{])", ""),
     (r"```\w*\n?|`|^#+\s|__", " "),
@@ -62,6 +64,10 @@ _REWRITES: list[tuple[str, str | Callable[[re.Match], str]]] = [  # (pattern, re
 
 def normalise(text: str) -> str:
     """Return `text` in LaTeX without delimiters, boxes and markup; full-width characters become ordinary ones."""
+    text = "".join(str(unicodedata.decimal(c, c)) for c in text if unicodedata.category(c) != "Cf")  # nothing invisible
+    if text.count("$") == 1:  # not around a formula
+        text = re.sub(r"(?<=\d)\s*\\?\$\s*\Z", " dollar", re.sub(rf"\\?\$\s*{_AMOUNT}", r"\1 dollar", text))
+    text = re.sub(rf"([€£¥])\s*{_AMOUNT}", r"\2 \1", text)
     text = re.sub(r" ?[¼-¾⅐-⅞]", lambda match: "\\frac{" + _nfkc(match[0].strip()).replace("⁄", "}{") + "}", text)
     text = re.sub(r"[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda match: "^{" + _nfkc(match[0]) + "}", text)
     text = re.sub(r"[₀-₉ₙ]+", lambda match: "_{" + _nfkc(match[0]) + "}", text)

@@ -18,7 +18,8 @@ _OTHERS = {  # symbol -> other spellings, without prefixes
     "degree": "度", "m": "米", "km": "千米 公里", "cm": "厘米", "mm": "毫米", "dm": "分米", "kg": "千克 公斤",
     "g": "克", "L": "升 l", "mL": "毫升 ml", "s": "秒", "min": "分钟 分", "h": "小时 时", "day": "天", "yr": "年",
     "dollar": "usd", "N·m": "Nm", "ha": "hectare", "qt": "quart", "pt": "pint", "wk": "week", "mo": "month",
-    "dB": "decibel", "kB": "KB", "pF": "picofarad", "cc": "", "sr": "", "tonne": "吨",
+    "ton": "", "atm": "", "mmHg": "", "psi": "", "rpm": "", "rev": "revolution", "ppm": "", "acre": "", "gal": "gallon",
+    "cup": "", "dB": "decibel", "kB": "KB", "pF": "picofarad", "cc": "", "sr": "", "tonne": "吨",
     "AU": "", "ly": "", "pc": "parsec", "Å": "angstrom", "€": "euro eur", "£": "gbp", "¥": "yen 元",
     "degreeC": "celsius 摄氏度", "degreeF": "fahrenheit",
 }  # fmt: skip
@@ -30,7 +31,11 @@ _SYMBOLS = {
     for word in (prefix + base, *(long_prefix + name for name in names.split()))
 } | {word: symbol for symbol, others in _OTHERS.items() for word in (symbol, *others.split())}
 _LETTERS = "mgshlLNJWVKATCFHΩÅ€£¥"  # single letters that are units after a space; other letters are variables
-_NOT_UNITS = {"percent", "mod", "and", "from", *"倍成折千百十"}
+# What is counted: the plural of a word, but not "thirds", "times" or "plus".
+COUNTED = re.compile(
+    r"(?:people|children|men|women|(?!(?:plus|minus|times|squares|cubes|halves|tens)\b)[a-z]{2,}(?<!th)(?<!rd)(?<![isu])s)"
+)
+_NOT_UNITS = {*"倍成折千百十"}
 _FACTOR = re.compile(r"(\\degree[CF]?|[A-Za-zμΩÅ€£¥]+|[\u4e00-\u9fff]+)\.?(?:\^\{?(-?\d)\}?|([23]))?")
 _VALUE_END = re.compile(r"[\d)}!](?=\s*(?:[^\W\d_]|\\degree|[€£¥]))|\\pi\b")
 
@@ -82,5 +87,5 @@ def _symbol(name: str, joint: str, alone: bool) -> str | None:
     symbol = _SYMBOLS.get(name) or _SYMBOLS.get(lower) or _SYMBOLS.get(lower.removesuffix("s")) or known
     if symbol and (joint or known or len(name) > 2 or name != lower or not name.isascii()):
         return symbol  # but "2cd" is a product
-    is_word = joint and len(name) > 2 if name.isascii() else len(name) <= 2
-    return lower.rstrip("s") if is_word and alone and lower not in _NOT_UNITS else None
+    is_counted = joint and COUNTED.fullmatch(lower) if name.isascii() else len(name) <= 2 and lower not in _NOT_UNITS
+    return lower.rstrip("s") if is_counted and alone else None
