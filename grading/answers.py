@@ -56,9 +56,14 @@ _NUMBER = re.compile(
 )
 
 
+def visible(text: str) -> str:
+    """Leave out what nobody sees: spaces without width, marks of direction and of order, hyphens that may break."""
+    return text if text.isascii() else "".join(c for c in text if unicodedata.category(c) != "Cf")
+
+
 def half_width(text: str) -> str:
-    """Replace full-width letters, digits and signs with ordinary ones."""
-    return "".join(unicodedata.normalize("NFKC", c) if "\uff00" <= c <= "\uffef" else c for c in text)
+    """Replace full-width letters, digits and signs with ordinary ones, and leave out what nobody sees."""
+    return "".join(unicodedata.normalize("NFKC", c) if "\uff00" <= c <= "\uffef" else c for c in visible(text))
 
 
 def first_count(text: str) -> int | None:
@@ -83,11 +88,13 @@ _UNITS = {  # symbol -> other spellings, in lower case and singular
     "unit": "", "mph": "", "n": "newton", "j": "joule", "w": "watt", "v": "volt", "k": "kelvin", "hz": "hertz",
 }  # fmt: skip
 _SYMBOL = {spelling: symbol for symbol, others in _UNITS.items() for spelling in (symbol, *others.split())}
-_SIGNS = {"−": "-", "⁄": "/", "×": " x ", "+/-": "±", "<=": "≤", ">=": "≥", "°": " degree ", "%": " percent "}
+_SIGNS = dict.fromkeys("−‐‑‒–—", "-") | {"⁄": "/", "&": " and ", "×": " x "}
+_SIGNS |= {"+/-": "±", "<=": "≤", ">=": "≥", "°": " degree ", "%": " percent "}
 _NUMERAL = re.compile(r"\d+(?:\.\d+)*|(?<![^\s<>≤≥±/:-])\.\d+")
 # A word, or a number with its sign and any further numbers joined to it by operators.
 _TOKEN = re.compile(
     rf"(?:(?<!\S)-|[<>≤≥±]\s*-?)?(?:{_NUMERAL.pattern})(?:[/:+*^=](?:{_NUMERAL.pattern}))*\+?|[^\s\d.<>≤≥±+/:*^=-]+"
+    r"|[<>≤≥±]|\++|(?<=\w)-(?!\w)"  # signs without a number: "HIV+", "e-"
 )
 _SCIENTIFIC = re.compile(
     r"(?<![\w.])(\d+(?:\.\d+)?)(?:e|\s*(?:[x×*·]|\\times|\\cdot)\s*10\^)\{?([+-]?\d{1,2})\}?(?![\d.]*\d)"
@@ -120,10 +127,11 @@ def words(text: str, keep_articles: bool = False) -> list[str]:
     leaves out HTML and articles before a word, and writes each number and unit in one way ("1,000" and "1e3", "2.0" and
     "two", "5 centimeters" and "5 cm"). These signs are part of a number: a minus that starts the text or follows a
     space, <, >, ≤, ≥, ±, a plus after it, and /, : and other operators between two numbers ("3:4"). All other
-    punctuation becomes a space.
+    punctuation becomes a space, and any other sign is a word of its own: "HIV+" is not "HIV-", nor "€5" "$5".
     """
-    text = unicodedata.normalize("NFKC", html.unescape(MARKUP.sub(" ", last_boxed(text) or text)))
-    text = " ".join(text.split())
+    text = re.sub(r"(\d)(?=[¼-¾⅐-⅞])", r"\1 ", html.unescape(MARKUP.sub(" ", last_boxed(text) or text)))
+    text = " ".join(visible(unicodedata.normalize("NFKC", text)).split())
+    text = re.sub(r"\b(?:[A-Za-z]\.){2,}", lambda match: match[0].replace(".", ""), text)  # "U.S.A." is "USA"
     text = (text if keep_articles else _ARTICLE.sub("", text)).lower()
     for sign, replacement in _SIGNS.items():
         text = text.replace(sign, replacement)
@@ -134,15 +142,21 @@ def words(text: str, keep_articles: bool = False) -> list[str]:
     text = re.sub(r"(?<![\d.,])\d{1,3}(?:,\d{3})++(?!,?\d)", lambda match: match[0].replace(",", ""), text)
     text = re.sub(r"(?<=\d)\s*([/:+*^=])\s*(?=[\d.])", r"\1", text)
     text = re.sub(r"(?<!\d)[/:*^=]|[/:*^=](?![\d.])", " ", text)
-    kept = (c if c.isalnum() or c in "-.<>≤≥±+/:*^=" or unicodedata.category(c)[0] == "M" else " " for c in text)
     found: list[str] = []
-    for token in _TOKEN.findall("".join(kept)):
+    for token in _TOKEN.findall("".join(c if _counts(c) else " " for c in text)):
         if re.search(r"\d", token):
             token = _NUMERAL.sub(_plain_number, "".join(token.split()))
         elif found and found[-1][-1].isdigit():  # "in" and "second" are units only after a number
             token = unit_symbol(token) or token
         found.append(token)
     return found
+
+
+def _counts(c: str) -> bool:
+    """Return whether a character may carry meaning: all but blanks, accents on their own, brackets and punctuation."""
+    return c in "-./:*^#@" or (
+        c != "|" and unicodedata.category(c) not in ("Sk", "Cc", "Cn") and unicodedata.category(c)[0] not in "PZ"
+    )
 
 
 def _number_in_digits(match: re.Match) -> str:

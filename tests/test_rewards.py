@@ -269,7 +269,7 @@ def test_the_letter_a_is_no_article(answer, gold, is_same):
         ('<span style="color: red">left</span><br/>lung', "left lung", 1.0),
         ("CO<sub>2</sub>", "CO2", 1.0),
         ("x &lt; 5&nbsp;cm", "x < 5 cm", 1.0),
-        ("x <y and y> z", "x y and y z", 1.0),  # no tag
+        ("x <y and y> z", "x < y and y > z", 1.0),  # no tag
         ("3", r"\boxed{3}", 1.0),
     ],
 )

@@ -59,7 +59,7 @@ _END = re.compile(
 def _unit_after(text: str) -> str:
     """Return the unit with which `text` begins, such as " square feet" or " km per hour", else ""."""
     unit = re.match(
-        r" (?:(?:square|cubic|sq|cu)\.? )?([A-Za-z]{2,})\b(?: ?(?:/|per\b) ?[A-Za-z]+)?(?! squared| cubed)", text
+        r" (?:(?:square|cubic|sq|cu)\.? )?([A-Za-z]{2,})\b(?: ?(?:/|per\b) ?[A-Za-z]+)?(?: squared| cubed)?", text
     )
     is_unit = unit and unit_symbol(unit[1]) and unit[1].lower() not in ("in", "unit", "units")  # "5 in total"
     return unit[0] if is_unit else ""

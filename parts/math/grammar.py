@@ -3,7 +3,7 @@
 import re
 
 _GREEK = "alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|omega|pi|Delta|Omega"
-_FUNCTIONS = "a?(?:rc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|log|exp|sqrt|[dtc]?frac|binom"
+_FUNCTIONS = "a?(?:rc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|log|exp|sqrt|[dtc]?frac|binom|f?box(?:ed)?"
 _OTHERS = "times|cdot|div|pm|mp|infty|emptyset|cup|cap|in|le|ge|left|right|[lr](?:floor|ceil)|degree"
 _MATRIX = r"\\(?:begin|end)\{[pbv]?matrix\}"
 _NAME = r"[A-Za-z]_(?:\{\w+\}|\w)"  # x_1
