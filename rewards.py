@@ -23,7 +23,7 @@ import numpy as np
 
 from common.errors import UserError, WorkerLost, dataclass, find_entry, takes
 from grading import answers
-from grading.answers import balanced, first_count, split_think_answer, words
+from grading.answers import balanced, first_count, split_think_answer, visible, words
 
 Reward = Callable[..., float | list[tuple[int, int, float]] | None]
 
@@ -203,7 +203,7 @@ def get_task(name: str) -> Task:
 
 def gold_problem(task: str | None, answer: str) -> str | None:
     """Return the reason why no completion could match this gold answer, or None if the answer is usable."""
-    if not str(answer).strip():
+    if not visible(str(answer)).strip():
         return "the answer is empty"
     return get_task(task).gold_problem(str(answer)) if task else None
 
