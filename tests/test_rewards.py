@@ -154,9 +154,14 @@ def test_exact_match_heeds_signs_and_writes_numbers_in_one_way():
 def test_gold_problems_are_named():
     assert "no whole number" in rewards.gold_problem("count", "three apples")
     assert "no word" in rewards.gold_problem("vqa", "?!")
-    assert "empty" in rewards.gold_problem("vqa", "  ")
+    assert "empty" in rewards.gold_problem("vqa", "  ") and "empty" in rewards.gold_problem("vqa", "\u200b \ufeff")
     assert rewards.gold_problem("count", "7個") is None
     assert "unbalanced braces" in rewards.gold_problem("math", "\\frac{1}{2")
+
+
+@pytest.mark.parametrize("case", cases("vqa_signs"), ids=lambda c: ascii(c["answer"]))
+def test_a_sign_that_may_carry_meaning_counts(case):
+    assert (rewards.vqa_reward(think(case["answer"]), case["gold"]) == 1) is case["equal"]
 
 
 @pytest.mark.parametrize("task", ["vqa", pytest.param("math", marks=needs("parts/math")), "count"])
