@@ -110,7 +110,7 @@ _TO_99 = rf"(?:(?:{_TENS})(?:[ -](?:{_ONES}))?|zero|{_ONES}|{_TEENS})\b"
 _TO_999 = rf"(?:(?:{_TO_99} )?hundred\b(?:(?: and)? {_TO_99})?|{_TO_99})"
 _MONTHS = "january|february|march|april|may|june|july|august|september|october|november|december"
 # A final "one" is a pronoun ("the left one"), unless it is the whole answer.
-_IN_WORDS = re.compile(rf"(?<![\w-])(?!(?<=\w )one\W*$)(?:(?:{_TO_999} )?thousand\b(?:(?: and)? {_TO_999})?|{_TO_999})")
+IN_WORDS = re.compile(rf"(?<![\w-])(?!(?<=\w )one\W*$)(?:(?:{_TO_999} )?thousand\b(?:(?: and)? {_TO_999})?|{_TO_999})")
 NEGATIONS = {"no", "not", "without", "absent", "negative", "none"}
 
 
@@ -137,7 +137,7 @@ def words(text: str, keep_articles: bool = False) -> list[str]:
         text = text.replace(sign, replacement)
     text = _SCIENTIFIC.sub(lambda match: f"{Decimal(f'{match[1]}e{match[2]}'):f}", text)
     text = re.sub(rf"\b({_MONTHS}) (\d\d?)\b", r"\2 \1", text)  # "May 6" is "6 May"
-    text = _IN_WORDS.sub(_number_in_digits, text)
+    text = IN_WORDS.sub(lambda match: number_in_digits(match[0]), text)
     text = re.sub(r"(?<=\d)(?=[^\W\d_])|(?<=[^\W\d_])(?=\d)", " ", text)
     text = re.sub(r"(?<![\d.,])\d{1,3}(?:,\d{3})++(?!,?\d)", lambda match: match[0].replace(",", ""), text)
     text = re.sub(r"(?<=\d)\s*([/:+*^=])\s*(?=[\d.])", r"\1", text)
@@ -159,10 +159,10 @@ def _counts(c: str) -> bool:
     )
 
 
-def _number_in_digits(match: re.Match) -> str:
+def number_in_digits(text: str) -> str:
     """Write a number of words in digits: "two hundred and five" → "205"."""
     thousands = part = 0
-    for word in re.findall(r"[a-z]+", match[0]):
+    for word in re.findall(r"[a-z]+", text.lower()):
         if word == "thousand":
             thousands, part = 1000 * (part or 1), 0
         else:

@@ -50,7 +50,7 @@ _STATED = re.compile(
     re.IGNORECASE,
 )
 _END = re.compile(
-    rf"\s*(?:(?:square |cubic )?{COUNTED.pattern})?"
+    rf"\s*(?:(?:(?:square|cubic|such|possible|different|distinct|real|positive) )?{COUNTED.pattern})?"
     r"(?:\W*\Z|\s*[.,;:!?)]|\s+(?:in total|in all|altogether|of the|because|since|as)\b)",
     re.IGNORECASE,
 )

@@ -14,6 +14,7 @@ from latex2sympy2_extended.math_normalization import NormalizationConfig
 from math_verify import LatexExtractionConfig, grader, parse, verify
 from sympy import Basic, Float, I, MatrixBase
 
+from grading.answers import unit_symbol
 from parts.math.grammar import is_readable
 from parts.math.notation import RELATION, joined_numbers, normalise, solution_set, without_names
 from parts.math.units import split_unit
@@ -161,8 +162,10 @@ def _is_words(gold: str) -> bool:
 
 
 def _as_text(text: str) -> str:
-    """Return what is left of a text whose notation does not count."""
-    return re.sub(r"[\s_{}\\]", "", text).strip("()")
+    """Return a text in which spaces, braces around a word and the spelling of units do not count."""
+    text = re.sub(r"(?<![\\A-Za-z])[A-Za-z]{2,}", lambda word: unit_symbol(word[0]) or word[0], text)
+    text = re.sub(r"(?<=[A-Za-z])_\{?(\d+)\}?", r"\1", _compact(text))  # CO_2 is CO2
+    return re.sub(r"(?<!\\)\{(\w*)\}", r"\1", text).strip("()")
 
 
 def _is_false(text: str) -> bool:

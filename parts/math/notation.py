@@ -4,8 +4,10 @@ import re
 import unicodedata
 from collections.abc import Callable
 
-_GREEK = {"α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "θ": "theta", "λ": "lambda", "ρ": "rho", "σ": "sigma"}
-_GREEK |= {"φ": "phi", "ω": "omega", "π": "pi"}
+from grading.answers import IN_WORDS, number_in_digits
+
+_GREEK = ("alpha", "beta", "gamma", "delta", "theta", "lambda", "rho", "sigma", "phi", "omega", "pi")
+_LETTERS = {chr(i): unicodedata.name(chr(i), "").split() for i in range(0x391, 0x3CA)}  # Α to ω
 _SYMBOLS = str.maketrans(
     {"°": "\\degree ", "º": "\\degree ", "℃": "\\degree C", "℉": "\\degree F"}
     | dict.fromkeys("−‐‑‒–—", "-")
@@ -13,8 +15,41 @@ _SYMBOLS = str.maketrans(
     | {"∜": "\\sqrt[4] ", "∞": "\\infty ", "∅": "\\emptyset ", "∪": "\\cup ", "∩": "\\cap ", "±": "\\pm ", "∈": "\\in "}
     | {"≤": "\\le ", "≥": "\\ge ", "≦": "\\le ", "≧": "\\ge ", "⩽": "\\le ", "⩾": "\\ge ", "≠": "\\ne ", "→": "\\to "}
     | {"ℝ": "\\mathbb{R}", "∠": "\\angle ", "′": "'", "’": "'", "、": ", ", "或": " or ", "和": " and "}
-    | {letter: f"\\{name} " for letter, name in _GREEK.items()}
+    | {"⟨": "\\langle ", "⟩": "\\rangle ", "⌊": "\\lfloor ", "⌋": "\\rfloor ", "⌈": "\\lceil ", "⌉": "\\rceil "}
+    | {
+        "∥": "\\parallel ",
+        "⊥": "\\perp ",
+        "≅": "\\cong ",
+        "≡": "\\equiv ",
+        "∝": "\\propto ",
+        "≪": "\\ll ",
+        "≫": "\\gg ",
+    }
+    | {
+        "¬": "\\neg ",
+        "∧": "\\wedge ",
+        "∨": "\\vee ",
+        "∘": "\\circ ",
+        "∓": "\\mp ",
+        "△": "\\triangle ",
+        "∖": "\\setminus ",
+    }
+    | {
+        "…": "\\ldots ",
+        "≈": "\\approx ",
+        "ℤ": "\\mathbb{Z}",
+        "ℕ": "\\mathbb{N}",
+        "ℚ": "\\mathbb{Q}",
+        "ℂ": "\\mathbb{C}",
+    }
+    | {
+        c: f"\\{(name[-1].lower() if c > 'Ω' else name[-1].capitalize())} "
+        for c, name in _LETTERS.items()
+        if len(name) == 4 and c not in "μΩ"
+    }
 )
+_SYNONYMS = {"lnot": "neg", "land": "wedge", "lor": "vee", "dots": "ldots", "cdots": "ldots", "overrightarrow": "vec"}
+_SYNONYMS |= {"overline": "bar", "widehat": "hat", "pmod": "mod", "bmod": "mod", "lamda": "lambda"}
 _FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|csc|sec|ln|log|exp"
 _MAGNITUDES = {"dozen": "12", "hundred": "10^{2}", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}"}
 _MAGNITUDES |= {"trillion": "10^{12}", "万": "10^{4}", "亿": "10^{8}"}
@@ -25,11 +60,17 @@ _REWRITES: list[tuple[str, str | Callable[[re.Match], str]]] = [  # (pattern, re
     (r"```\w*\n?|`|^#+\s|__", " "),
     (r"^\s*(?:答案|故选|选)\s*[是为选]?\s*:?", ""),
     (r"^\s*(?:=|≈|\\approx\b)", ""),
-    (r"\\(?:text|textrm|textbf|mathrm|mathbf|operatorname|mbox|rm)\s*\{([^{}]*)\}", r" \1 "),
+    (r"\\(?:text|textrm|textbf|mathrm|mathbf|operatorname|mbox|rm|ce)\s*\{((?:[^{}]|\{[^{}]*\})*)\}", r" \1 "),
+    (
+        r"(?<![A-Za-z])C\((\d+),\s*(\d+)\)|(?:\{\})?\^\{?(\d+)\}?C_\{?(\d+)\}?",
+        lambda match: "\\binom" + "".join(f"{{{number}}}" for number in match.groups() if number),
+    ),
+    (r"\((\d+)\)(?=_)", r"\1"),
     (r"^\s*(['\"])(.*)\1\s*$", r"\2"),
     (r"\\!", ""),
     (r"(?<!\\)\\[,;: ]|\\q?quad\b|~", " "),
     (r"\^\s*\{?\s*\\(?:circ|degree)\b\s*\}?|\\degree\b", r"\\degree "),
+    (r"\\degree\s*(?=[,;])", ""),  # of several angles, the last one names the unit
     (r"(?<!\\)\bdegrees?\s+(C|F)(?:elsius|ahrenheit)?\b", r"\\degree \1"),
     (r"\s*(?:\\?%|\b(?:percent|per cent|pct)\b)", r"\\%"),
     (r"\\prime\b\s*", "'"),
@@ -46,13 +87,16 @@ _REWRITES: list[tuple[str, str | Callable[[re.Match], str]]] = [  # (pattern, re
     (rf"(?<=[\d)}}])\s*({'|'.join(_MAGNITUDES)})(?![A-Za-z])", lambda match: f"\\times {_MAGNITUDES[match[1]]}"),
     (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", r"\\times "),
     (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({\\-])", "^"),
+    (r"\.\.\.", r"\\ldots "),
+    (r"\\([A-Za-z]+)", lambda match: f"\\{_SYNONYMS.get(match[1], match[1])}"),
+    (r"\\mod\s*\{?(\w+)\}?|\(mod (\w+)\)", lambda match: f" mod {match[1] or match[2]}"),
     (r"\^\s*(-?\d+)|_\s*(\d+)", lambda match: match[0][0] + "{" + (match[1] or match[2]) + "}"),  # `x^10` means x^{10}
     (rf"\^\s*{_NESTED}", r"^{\1}"),
     (r"<=|=<|\\leq?(?:slant)?(?![A-Za-z])", r"\\le "),
     (r">=|\\geq?(?:slant)?(?![A-Za-z])", r"\\ge "),
     (r"\+/?-", r"\\pm "),
     (r"(?<![\\A-Za-z])(?:oo|inf(?:inity)?)(?![A-Za-z])", r"\\infty "),
-    (rf"(?<![\\A-Za-z])({'|'.join(_GREEK.values())})(?![A-Za-z]|\s+[A-Za-z]{{2}})", r"\\\1 "),
+    (rf"(?<![\\A-Za-z])({'|'.join(_GREEK)})(?![A-Za-z]|\s+[A-Za-z]{{2}})", r"\\\1 "),
     (r"(?<![\\A-Za-z])log_?(\d+)\s*(?=\()", r"\\log_{\1}"),
     (rf"(?<![\\A-Za-z])({_FUNCTIONS})(?=\s*(?:[\d(^_\\|]|[A-Za-z]\b))", r"\\\1 "),
     (r"(?<![A-Za-z])abs\s*\(([^()]*)\)", r"|\1|"),
@@ -62,9 +106,20 @@ _REWRITES: list[tuple[str, str | Callable[[re.Match], str]]] = [  # (pattern, re
 ]
 
 
+_END = re.compile(r"\s*(?<!\.)[.。]\s*\Z")
+_DENOMINATORS = {"half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "eighth": 8, "tenth": 10}
+_WORDS = re.compile(
+    rf"\s*(negative |minus )?({IN_WORDS.pattern})(?:[ -](halve|{'|'.join(_DENOMINATORS)})s?)?[\s.]*", re.IGNORECASE
+)
+
+
 def normalise(text: str) -> str:
     """Return `text` in LaTeX without delimiters, boxes and markup; full-width characters become ordinary ones."""
     text = "".join(str(unicodedata.decimal(c, c)) for c in text if unicodedata.category(c) != "Cf")  # nothing invisible
+    if words := _WORDS.fullmatch(text):  # "three quarters"
+        sign, number, part = words.groups()
+        divisor = f"/{_DENOMINATORS.get(part.lower(), 2)}" if part else ""
+        text = ("-" if sign else "") + number_in_digits(number) + divisor
     if text.count("$") == 1:  # not around a formula
         text = re.sub(r"(?<=\d)\s*\\?\$\s*\Z", " dollar", re.sub(rf"\\?\$\s*{_AMOUNT}", r"\1 dollar", text))
     text = re.sub(rf"([€£¥])\s*{_AMOUNT}", r"\2 \1", text)
@@ -74,7 +129,7 @@ def normalise(text: str) -> str:
     text = _strip_delimiters(_nfkc(text.translate(_SYMBOLS)))
     for pattern, replacement in _REWRITES:
         text = re.sub(pattern, replacement, text)
-    return text.strip().rstrip(".。").strip()
+    return _END.sub("", text.strip())
 
 
 def _repeating(whole: str, decimals: str, repeated: str) -> str:
@@ -93,7 +148,7 @@ def _nfkc(text: str) -> str:
 
 def _strip_delimiters(text: str) -> str:
     text = re.sub(r"\\?\$|(?<!\\)\\[()]", " ", text)
-    return re.sub(r"\A\s*\\\[(.*)\\\]", r"\1", text, flags=re.DOTALL).strip().strip("*").rstrip(".。").strip()
+    return re.sub(r"\A\s*\\\[(.*)\\\]", r"\1", text, flags=re.DOTALL).strip().strip("*")
 
 
 # --- dates, ranges and clock times ------------------------------------------------------------------------------------
@@ -127,7 +182,7 @@ def joined_numbers(text: str) -> tuple[str, list[float | str]]:
 
 # --- named values and inequalities ------------------------------------------------------------------------------------
 
-_NAME = r"\\?[A-Za-z]+\s*(?:_\s*(?:\{\w+\}|\w))?'*(?:\(\w+\))?"
+_NAME = r"\\?[A-Za-z]+(?:\^\{-1\})?\s*(?:_\s*(?:\{\w+\}|\w))?'*(?:\(\w+\))?"
 _POINT = re.compile(r"(?<![\w\\])[A-Z]'*(?:_\s*(?:\{\w\}|\w))?\s*(?=\([^()]*,)")  # the name in A(1,2)
 _VARIABLE = re.compile(r"(?!\\pi|\\infty)(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w\}?)?")
 RELATION = re.compile(r"\s*(<|>|\\le\b|\\ge\b|\\ne\b)\s*")
@@ -170,7 +225,7 @@ def _named(text: str) -> list[tuple[str, str]]:
 
 def solution_set(text: str) -> str:
     """Write inequalities of one variable as intervals: "x<1 or x>=3" → (-∞, 1) ∪ [3, ∞). Other text stays."""
-    text = re.sub(r"\A\\\{.*?(?:\||\\mid\b|:)(.*)\\\}\Z", r"\1", text)
+    text = re.sub(r"\A\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\{R\})?\s*(?:\||\\mid\b|:)(.*)\\\}\Z", r"\1", text)
     intervals = [_interval(part) for part in re.split(r",?\s*(?:\bor\b|\\cup\b|\\lor\b)", text)]
     return text if None in intervals else "\\cup ".join(intervals)
 
