@@ -45,13 +45,16 @@ def math_answers(text: str) -> list[str]:
 
 # What stands before and behind the number of a sentence that states it. "3 or more" and "half of 6" state another one.
 _STATED = re.compile(
-    r"(?:\A|[=:]|\b(?:is|are|was|were|be|equals?|equal to|gives?|gets?|got|have|has|had|so|thus|hence|answer|total of))"
-    r"[\s$*]*(?:(?:exactly|only|just|about|approximately) )?\Z",
+    r"(?:\A|[=:]|\b(?:is|are|was|were|be|equals?|equal to|gives?|gets?|got|have|has|had|so|thus|hence|answer|total of"
+    r"|makes?|made|costs?|earn(?:s|ed)|spends?|spent|needs?|needed|pays?|paid|sold|sells?|bought|ate|takes?|took|lasts?"
+    r"|weighs?|saved))"
+    r"[\s$*\\]*(?:(?:exactly|only|just|about|approximately) )?\Z",
     re.IGNORECASE,
 )
 _END = re.compile(
     rf"\s*(?:(?:(?:square|cubic|such|possible|different|distinct|real|positive) )?{COUNTED.pattern})?"
-    r"(?:\W*\Z|\s*[.,;:!?)]|\s+(?:in total|in all|altogether|of the|because|since|as)\b)",
+    r"(?:\W*\Z|\s*[.,;:!?)]"
+    r"|\s+(?:in total|in all|altogether|together|left|(?:of|in|at|on) the|every|each|because|since|as)\b)",
     re.IGNORECASE,
 )
 

@@ -73,10 +73,14 @@ def _same_value(candidate: str, gold: str) -> bool:
     kinds = {kind, gold_kind}
     if kinds != {"time", "ratio"} and (kinds & {"date", "range", "time"} or kinds == {"difference"}):
         return parts == gold_parts and (len(kinds) == 1 or kinds == {"time", "fraction"})
-    if not is_readable(candidate) or not is_readable(gold) or _is_false(candidate):
+    is_false = "=" not in gold and _is_false(candidate)
+    if is_false or not is_readable(candidate) or not is_readable(gold):
         return _as_text(candidate) == _as_text(gold)
     if _verify(candidate, gold):
         return True
+    both = [text.replace("\\pm", "+") + ", " + text.replace("\\pm", "-") for text in (candidate, gold)]
+    if candidate.count("\\pm") + gold.count("\\pm") == 1:
+        return _verify(*(each if "\\pm" in text else text for each, text in zip(both, (candidate, gold))))
     if {unit, gold_unit} != {"%", None}:  # 50% equals 50 and 0.5
         return False
     hundredth = f"\\frac{{{candidate if unit else gold}}}{{100}}"
@@ -169,9 +173,11 @@ def _as_text(text: str) -> str:
 
 
 def _is_false(text: str) -> bool:
-    """Return whether `text` equates different numbers, as "1 = 5" does."""
-    sides = text.split("=")
-    return any(NUMBER.fullmatch(side) and side.strip() != sides[-1].strip() for side in sides[:-1])
+    """Return whether `text` does not equate values: "1 = 5", or "x^2 = 9", whose last side is not what is asked."""
+    *sides, last = re.sub(r"_\{[^{}]*\}", "", text).split("=")
+    return any(
+        (NUMBER.fullmatch(side) and side.strip() != last.strip()) or re.search("[A-Za-z]", side) for side in sides
+    )
 
 
 _compare_matrices = grader.sympy_numeric_eq  # compares the elements with `_same_number`

@@ -10,7 +10,7 @@ _LIMITS = r"\\lim_\{[a-z]\s*\\to\b[^{}]*\}|\\(?:int|sum|prod)(?:_(?:\{[^{}]*\}|\
 _NAME = r"[A-Za-z]_(?:\{\w+\}|\w)"  # x_1
 _TOKEN = re.compile(
     rf"\s+|\d+(?:\.\d+)?|\.\d+|\\(?:{_GREEK}|{_FUNCTIONS}|{_OTHERS})(?![A-Za-z])|\\mathbb\{{[A-Z]\}}|{_MATRIX}|\\[\\{{}}%]"
-    rf"|{_NAME}|{_LIMITS}|(?<![A-Za-z])(?:and|or|[A-Za-z]{{1,2}})(?![A-Za-z\d_])|(?<=\\log)_(?=\{{)|[-+*/^=<>(){{}}\[\],;:!|&]"
+    rf"|{_NAME}|{_LIMITS}|(?<![A-Za-z])(?:and|or|[A-Za-z]{{1,2}})(?![A-Za-z\d_])|(?<=[{{(+*/^=\d])[A-Za-z]{{3,4}}(?=[)}}+*/^=])|(?<=\\log)_(?=\{{)|[-+*/^=<>(){{}}\[\],;:!|&]"
 )
 # Of these tokens, what would be read as something else: "1 2", "2 h 30 min", dy/dx, A^T, f^{-1}(x), Roman numerals.
 _MISREAD = re.compile(

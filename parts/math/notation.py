@@ -67,22 +67,25 @@ _REWRITES: list[tuple[str, str | Callable[[re.Match], str]]] = [  # (pattern, re
     ),
     (r"\((\d+)\)(?=_)", r"\1"),
     (r"^\s*(['\"])(.*)\1\s*$", r"\2"),
-    (r"\\!", ""),
+    (r"\\!|\\(?:displaystyle|textstyle|limits|[bB]igg?[lr]?)(?![A-Za-z])", ""),
+    (
+        r"\\left[\[(]\s*\\begin\{array\}\{[lcr]*\}(.*?)\\end\{array\}\s*\\right[\])]",
+        r"\\begin{pmatrix}\1\\end{pmatrix}",
+    ),
     (r"(?<!\\)\\[,;: ]|\\q?quad\b|~", " "),
     (r"\^\s*\{?\s*\\(?:circ|degree)\b\s*\}?|\\degree\b", r"\\degree "),
     (r"\\degree\s*(?=[,;])", ""),  # of several angles, the last one names the unit
     (r"(?<!\\)\bdegrees?\s+(C|F)(?:elsius|ahrenheit)?\b", r"\\degree \1"),
     (r"\s*(?:\\?%|\b(?:percent|per cent|pct)\b)", r"\\%"),
+    (r"(?<=\d)\s*\\Omega(?![A-Za-z])", " Ω"),
     (r"\\prime\b\s*", "'"),
     (r"\^\s*\{?\s*('+)\s*\}?", r"\1"),
     (r"\\varnothing\b|\\\{\s*\\\}|\b(?:the )?empty set\b|(?i:^\s*no (?:real )?(?:solutions?|roots?)$)", r"\\emptyset "),
     (r"(?i:^\s*(?:the set of )?all real(?: number)?s$)", r"\\mathbb{R}"),
     (r"(?<!\d)(\d++)\.(\d*+)\\overline\s*\{(\d+)\}", lambda match: _repeating(*match.groups())),
     (r"\b([apAP])\.\s?([mM])\b\.?", r"\1\2"),  # "p.m." becomes "pm"
-    (r"\\[dtc]?frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
     (r"(?<![\d.,])(\d{1,3})((?:(?: |\{,\})\d{3})+)(?![\d,])", lambda match: re.sub(r"\D", "", match[0])),  # 10 000
     (r"(?<![\w.])(\d++)\s+(\d++)\s*/\s*(\d+)(?![\w.])", r"\1\\frac{\2}{\3}"),
-    (r"(?<![\w.])(\d++)\s*\\frac\{(\d++)\}\{(\d++)\}", lambda match: _mixed(*map(int, match.groups()))),
     (r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?!\w)", r"(\1\\times 10^{\2})"),
     (rf"(?<=[\d)}}])\s*({'|'.join(_MAGNITUDES)})(?![A-Za-z])", lambda match: f"\\times {_MAGNITUDES[match[1]]}"),
     (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", r"\\times "),
@@ -91,7 +94,6 @@ _REWRITES: list[tuple[str, str | Callable[[re.Match], str]]] = [  # (pattern, re
     (r"\\([A-Za-z]+)", lambda match: f"\\{_SYNONYMS.get(match[1], match[1])}"),
     (r"\\mod\s*\{?(\w+)\}?|\(mod (\w+)\)", lambda match: f" mod {match[1] or match[2]}"),
     (r"\^\s*(-?\d+)|_\s*(\d+)", lambda match: match[0][0] + "{" + (match[1] or match[2]) + "}"),  # `x^10` means x^{10}
-    (rf"\^\s*{_NESTED}", r"^{\1}"),
     (r"<=|=<|\\leq?(?:slant)?(?![A-Za-z])", r"\\le "),
     (r">=|\\geq?(?:slant)?(?![A-Za-z])", r"\\ge "),
     (r"\+/?-", r"\\pm "),
@@ -138,10 +140,6 @@ def _repeating(whole: str, decimals: str, repeated: str) -> str:
     return f"\\frac{{{numerator}}}{{{'9' * len(repeated)}{'0' * len(decimals)}}}"
 
 
-def _mixed(whole: int, numerator: int, denominator: int) -> str:
-    return f"\\frac{{{whole * denominator + numerator}}}{{{denominator}}}"
-
-
 def _nfkc(text: str) -> str:
     return unicodedata.normalize("NFKC", text)
 
@@ -182,7 +180,7 @@ def joined_numbers(text: str) -> tuple[str, list[float | str]]:
 
 # --- named values and inequalities ------------------------------------------------------------------------------------
 
-_NAME = r"\\?[A-Za-z]+(?:\^\{-1\})?\s*(?:_\s*(?:\{\w+\}|\w))?'*(?:\(\w+\))?"
+_NAME = r"(?:m?\\angle\s*)?\\?[A-Za-z]+(?:\^\{-1\})?\s*(?:_\s*(?:\{\w+\}|\w))?'*(?:\(\w+\))?"
 _POINT = re.compile(r"(?<![\w\\])[A-Z]'*(?:_\s*(?:\{\w\}|\w))?\s*(?=\([^()]*,)")  # the name in A(1,2)
 _VARIABLE = re.compile(r"(?!\\pi|\\infty)(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w\}?)?")
 RELATION = re.compile(r"\s*(<|>|\\le\b|\\ge\b|\\ne\b)\s*")
