@@ -226,7 +226,8 @@ def test_math500_by_level():
         ("Evelyn", "Evelyn"),
         ("word " * 40 + "so $n = \\frac{1}{2}$ follows", "n = \\frac{1}{2}"),
         ("word " * 40 + "so \\(7\\) and then \\[8\\] is left", "8"),
-        ("word " * 40 + "which leaves 3/4 of 12", "12"),
+        ("word " * 40 + "which gives 12", "12"),
+        ("word " * 40 + "which leaves 3/4 of 12", None),  # that is 9
         ("word " * 40, None),
         ("word " * 40 + "\\boxed{" + "1+" * 60 + "1}", "1+" * 60 + "1"),
     ],
