@@ -225,7 +225,8 @@ def encode_response(sample: Sample, response: str, processor: Processor) -> Tens
     """Return the (L,) token ids of an answer to `sample`, as it stands, with the end that the chat template gives it.
 
     What the template opens in the prompt (`Prompt.opening`) belongs to the prompt. Raises ValueError if the answer is
-    empty, contains a control token or does not begin with that opening, or if the template ends it with no token.
+    empty, contains a control token, does not begin with that opening, or has a thought behind one that the template has
+    closed, or if the template ends it with no token.
     """
     chat = write_chat(prompt_turns(sample, processor), processor.tokenizer, processor.chat_variables)
     space, end = answer_end(processor.tokenizer)
@@ -237,6 +238,8 @@ def encode_response(sample: Sample, response: str, processor: Processor) -> Tens
         if not response.lstrip().startswith(opening):
             raise ValueError(f"its answer does not begin with {opening!r}, which the chat template opens")
         response = response.lstrip().removeprefix(opening).lstrip()
+    if re.search(r"</think>\s*(?:<answer>\s*)?$", chat) and re.search("</?think>", response):
+        raise ValueError("its answer has a thought, but the chat template has ended it: remove it, or allow thinking")
     answer, encode = response + space + end, functools.partial(processor.tokenizer, add_special_tokens=False)
     prompt, whole = encode(chat).input_ids, encode(chat + answer).input_ids
     # Alone, an answer may begin with another token (SentencePiece: "▁3"); in the chat, with the end of the prompt.
@@ -405,7 +408,8 @@ def check_row(
         tokens = _checked_length(row, processor, max_length, sizes) if processor else 0
     except ValueError as error:
         return str(error), "", 0
-    identity = json.dumps([row.texts, row.answer, row.system, *image_keys])
+    # Without a model, rows are converted, also for sft.py: those with other responses are other rows.
+    identity = json.dumps([row.texts, row.answer, row.system, *image_keys, *([] if processor else row.responses)])
     return None, hashlib.sha1(identity.encode()).hexdigest(), tokens
 
 

@@ -38,9 +38,16 @@ MAX_BLANK_ROWS = 2**20  # as many as an Excel sheet has rows: some exports write
 OTHER_MEDIA = ("video", "videos", "audio", "audios")  # columns and tags of media that no model would receive
 # Columns of rows that are not plain: what they hold belongs to the prompt, the answer or the images.
 NOT_PLAIN = re.compile(
-    "(?i)images?[ _-]?\\d*|image_name|videos?|audios?|response|options|data_type|history|messages|conversations"
+    "(?i)images?[ _-]?\\d*|image_name|videos?|audios?|response|data_type|(\\w+_)?history|messages|conversations|loss"
+    "|(\\w+[ _-]?)?(options?|choices?)([ _-]?[a-j\\d]+)?|(op)?[ _-]?[a-j]|tools|functions|(tool|function)_calls?"
+    "|reasoning(_content)?|think(ing)?|thoughts?"
 )
-FILE = re.compile(r"(?i)data:image/|.*\.(png|jpe?g|webp|gif|bmp|tiff?|mp4|avi|mov|mkv|webm|mp3|wav|flac|m4a)$")
+# Base64 of a picture: a file begins with the name of its format.
+BASE64 = r"\s*(iVBORw0KGgo|[/_]9j[/_]|%2F9j%2F|R0lGOD|UklGR|SUkq|TU0AK|Qk.{6}AAAA)[^.]{40}"
+ENCODED = re.compile(rf"\s*(?i:data:|(image/[\w.+-]+;)?base64,)|{BASE64}")
+FILE = re.compile(
+    rf"(?i:data:image/|.*\.(png|jpe?g|webp|gif|bmp|tiff?|mp4|avi|mov|mkv|webm|mp3|wav|flac|m4a)$)|{BASE64}"
+)
 CHAT = re.compile(r"""(?s)["\ufeff\s]*\[?\s*\{.*["'](role|from|type)\\?["']\s*:""")  # in a text of JSON
 OSF_IMAGES = "VQA_RAD Image Folder"  # image folder in the OSF archive of VQA-RAD
 Locate = Callable[[str], AnyPath]  # returns where an image is, given its path in the row
@@ -233,17 +240,18 @@ def _final_answer(text: str) -> str:
 
 
 def resolve_image(image: object, locate: Locate) -> ImageSource:
-    """Locate an image that is given by its path, and decode a data: URL. Other images are returned unchanged."""
+    """Locate an image that is given by its path, and decode base64. Other images are returned unchanged."""
     if isinstance(image, dict):
         for name, kind in (("bytes", bytes), ("path", str)):
             if not isinstance(image.get(name), kind | None):
                 raise RowError(f"an image's '{name}' value is not {'text' if kind is str else 'bytes'}")
         return image if image.get("bytes") is not None or image.get("path") is None else locate(image["path"])
-    if isinstance(image, str) and image.startswith("data:"):
-        try:
-            return base64.b64decode(image.partition(",")[2], validate=True)
+    if isinstance(image, str) and ENCODED.match(image):
+        try:  # with line breaks, escapes, - for +, _ for /, or no padding
+            text = "".join(urllib.parse.unquote(image).rpartition(",")[2].split()).rstrip("=")
+            return base64.b64decode(text.replace("-", "+").replace("_", "/") + "=" * (-len(text) % 4), validate=True)
         except ValueError:
-            raise RowError("an image is a data: URL with invalid base64") from None
+            raise RowError("an image is text with invalid base64: encode the image again") from None
     if not isinstance(image, str):
         return image
     if re.match("(?i)https?://", image):

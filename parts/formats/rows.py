@@ -21,7 +21,19 @@ from common import console
 from common.errors import UserError
 from common.records import TAG, Cell, Sample, Turn
 from config import Columns
-from inputs.rows import OTHER_MEDIA, Locate, RowError, answer_text, make_sample, place_images, resolve_image
+from inputs.rows import (
+    BASE64,
+    ENCODED,
+    OTHER_MEDIA,
+    Locate,
+    RowError,
+    answer_text,
+    make_sample,
+    place_images,
+    resolve_image,
+)
+from parts.formats.beside import check_reply, refuse_beside, refuse_in_turn, with_reasoning
+from parts.formats.choices import with_choices
 
 CHAT_COLUMNS = ("conversations", "messages")
 PROMPT_COLUMNS = ("prompt", *CHAT_COLUMNS, "problem", "question", "query")
@@ -29,14 +41,13 @@ ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "response")
 IMAGE_COLUMNS = ("images", "image")
 ROLES = {"human": "user", "gpt": "assistant"}  # as ShareGPT and LLaVA call them
 IMAGE_NAME = re.compile("image|img|picture|photo|figure", re.IGNORECASE)
-IMAGE_FILE = re.compile(r"(?i)data:image/|.*\.(png|jpe?g|webp|gif|bmp|tiff?)$")
+IMAGE_FILE = re.compile(rf"(?i:data:image/|.*\.(png|jpe?g|webp|gif|bmp|tiff?)$)|{BASE64}")
 OTHER_NAME = re.compile("path|video|audio", re.IGNORECASE)
 OTHER_FILE = re.compile(r"(?i).*\.(mp4|avi|mov|mkv|webm|mp3|wav|flac|m4a)$")
 # A text of JSON with a turn, a part of a turn, or a list of them: it begins like one and has its keys.
 CHAT_TEXT = re.compile(
     r"""(?s)["\ufeff\s]*\[?\s*\{(?=.*["'](role|from|type)\\?["']\s*:)(?=.*["'](content|value|text|image)\\?["']\s*:)"""
 )
-OPTION = re.compile(r"\s*\(?([A-Z])[.):]\s*(.*?)\s*", re.DOTALL)  # "A. a cat"
 
 
 def as_sample(row: dict, source: str, locate: Locate, columns: Columns) -> Sample:
@@ -57,7 +68,9 @@ def as_sample(row: dict, source: str, locate: Locate, columns: Columns) -> Sampl
     response = answer if isinstance(answer, str) else answer_text(answer)
     if row.get("response") is not None:  # sft.py refuses an empty one
         response = row["response"] if isinstance(row["response"], str) else ""
-    prompt, answer = _with_options(prompt, row.get("options")) if isinstance(prompt, str) else None, answer_text(answer)
+    refuse_beside(row)
+    response, answer = with_reasoning(response, row), answer_text(answer)
+    prompt = with_choices(prompt, row, answer) if isinstance(prompt, str) else None
     info = row.get("extra_info")
     if isinstance(info, dict) and isinstance(info.get("question"), str):
         row.setdefault("question", info["question"])
@@ -122,8 +135,6 @@ def _pop_texts(row: dict, name: str | None, columns: Columns) -> tuple[list[Turn
     if name is None:
         names = ", ".join(row) or "none; a folder of images needs a main.csv"
         raise RowError(f"no text under 'prompt', 'problem' or 'question' (columns: {names})")
-    if name == "query" and row.get("history"):
-        raise RowError("'history' holds earlier turns: write them and the question as a chat in 'messages'")
     answer_name = _column(row, ANSWER_COLUMNS, columns.answer)
     prompt, reply, system = row.pop(name), None, None
     earlier: list[Turn] = []
@@ -176,20 +187,11 @@ def _split_reply(turns: object) -> tuple[list | None, str | None]:
     role, content = _turn(turns[-1])
     if role != "assistant":
         return turns, None
+    check_reply(turns[-1])
     reply, images = _text(content)
     if images:
         raise RowError("the assistant's turn contains an image")
-    return turns[:-1], re.sub(r"^\s*Answer:\s*", "", reply)
-
-
-def _with_options(prompt: str, options: object) -> str:
-    """Return a question with the lettered `options` of its row, as in Video-R1, unless it contains them."""
-    if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
-        return prompt
-    matches = [OPTION.fullmatch(option) for option in options]
-    if None in matches or all(re.search(rf"\b{m[1]}[.):]\s*{re.escape(m[2])}", prompt) for m in matches):
-        return prompt
-    return "\n".join([prompt, "Options:", *options])
+    return turns[:-1], with_reasoning(re.sub(r"^\s*Answer:\s*", "", reply), turns[-1], is_turn=True)
 
 
 def _turn(turn: object) -> tuple[str | None, object]:
@@ -227,7 +229,13 @@ def _images(value: object) -> list:
     for image in images:
         if not isinstance(image, str | bytes | dict | Cell) or image == "":
             raise RowError("'images' is not a list of paths or images")
-    return images
+    return [_encoded(image) or image for image in images]
+
+
+def _encoded(image: object) -> str | None:
+    """Return the base64 text that an image {"bytes", "path", "url", …} holds; None if it holds none."""
+    values = image.values() if isinstance(image, dict) else []
+    return next((value for value in values if isinstance(value, str) and ENCODED.match(value)), None)
 
 
 def _chat(turns: list) -> tuple[list[Turn], str, str | None, list]:
@@ -237,7 +245,9 @@ def _chat(turns: list) -> tuple[list[Turn], str, str | None, list]:
     if roles[first:] != (["user", "assistant"] * len(turns))[: len(turns) - first] or roles[-1:] != ["user"]:
         raise RowError("a prompt given as a chat must be user, assistant, …, user, optionally after one system turn")
     read, images = [], []
-    for role, content in map(_turn, turns):
+    for turn in turns:
+        role, content = _turn(turn)
+        refuse_in_turn(turn, role)
         text, turn_images = _text(content := _chat_in(content))
         if TAG in text and (role == "assistant" or (role == "system" and not isinstance(content, str))):
             raise RowError(f"the {role}'s turn contains an image")

@@ -1,0 +1,76 @@
+"""What a row or a turn has beside its text: a reasoning, which is used; tools, calls and more, which are refused."""
+
+import re
+
+from inputs.rows import RowError
+
+REASONING = ("reasoning_content", "reasoning", "thinking", "think", "thought", "thoughts")
+CALLS = ("tool_calls", "tool_call", "function_calls", "function_call")
+TOOLS = ("tools", "functions", *CALLS)
+TRAINED = ("loss", "loss_scale", "loss_weight", "weight", "train", "trainable")
+LABEL = re.compile("[a-zA-Z0-9_-]{1,20}")  # of a row, in a column such as "reasoning": "on", "spatial"
+HISTORY = re.compile("(?i)((chat|conversation|dialog|dialogue)_)?history")
+
+
+def carries(value: object) -> bool:
+    """Return whether a value holds something: a text of an empty list does not, nor does a list of nulls."""
+    if isinstance(value, dict):
+        return any(map(carries, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(carries, value))
+    if isinstance(value, str):
+        return value.strip().lower() not in ("", "[]", "{}", "null", "none", "nan")
+    return bool(value) and value == value
+
+
+def refuse_beside(row: dict) -> None:
+    """Raise RowError for a column that belongs to the prompt or the answer, but is not used."""
+    for name, value in row.items():
+        if not isinstance(value, str | list | dict) or not carries(value):
+            continue
+        if HISTORY.fullmatch(name):
+            raise RowError(f"'{name}' holds earlier turns: write them and the question as a chat in 'messages'")
+        if name.lower() in TOOLS:
+            raise RowError(f"the column '{name}' holds tools or calls, which are not used: remove it or the row")
+    if row.get("loss") is False:
+        raise RowError("'loss' is false, so the row is not to be trained on: remove the row or 'loss'")
+
+
+def refuse_in_turn(turn: dict, role: str | None) -> None:
+    """Raise RowError for what a turn of a prompt has beside its text."""
+    for name in (*CALLS, *REASONING):
+        if carries(turn.get(name)):
+            what = "calls of tools" if name in CALLS else "a reasoning before the last answer"
+            raise RowError(f"the {role}'s turn has '{name}', but {what} cannot be shown: remove it or the row")
+
+
+def check_reply(turn: dict) -> None:
+    """Raise RowError if the last turn, which is the answer, calls a tool or is not to be trained on."""
+    refuse_in_turn({name: turn.get(name) for name in CALLS}, "assistant")
+    for name in TRAINED:
+        if str(turn.get(name)).lower() not in ("none", "nan", "", "true", "1", "1.0"):
+            problem = f"the assistant's last turn has '{name}': {turn[name]}, so it is not to be trained on"
+            raise RowError(f"{problem}: remove '{name}', the turn or the row")
+
+
+def with_reasoning(response: str, beside: dict, is_turn: bool = False) -> str:
+    """Return an answer behind the reasoning that its turn or row has `beside` it, as `<think>…</think>`.
+
+    A flag is no reasoning, nor is a single word that a row has. Raises RowError if the answer has another reasoning.
+    """
+    for name in REASONING:
+        value = beside.get(name)
+        if not isinstance(value, str | list | dict) or not carries(value):
+            continue
+        if not isinstance(value, str):
+            raise RowError(f"'{name}' is not text: write the reasoning before the answer as one text")
+        if LABEL.fullmatch(value) and not is_turn and name != "reasoning_content":
+            continue
+        reasoning = re.sub(r"(?i)^\s*<think>|</think>\s*$", "", value).strip()
+        if re.search(r"(?i)</?(think|answer)>", reasoning):
+            raise RowError(f"'{name}' contains tags of an answer: write only the reasoning there")
+        if not re.search(r"(?i)</?think>", response):
+            response = f"<think>\n{reasoning}\n</think>\n\n{response}"
+        elif reasoning not in response:
+            raise RowError(f"'{name}' and the reasoning in the answer differ: remove one of them")
+    return response
