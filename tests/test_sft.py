@@ -108,6 +108,16 @@ def test_short_answers_and_answers_after_an_opened_block_are_what_they_are(tiny_
         encode_response(first, " ", processor)
 
 
+@pytest.mark.parametrize("ending", ["<think>\n\n</think>\n\n", "<think></think>\n", "<think></think><answer>"])
+def test_an_answer_has_no_thought_after_one_that_the_template_has_closed(tiny_model, rows, ending):
+    processor, (first, *_) = load_processor(tiny_model, "count"), load_samples(str(rows), None)
+    processor.tokenizer.chat_template += f"{{% if add_generation_prompt %}}{{{{ {ending!r} }}}}{{% endif %}}"
+    opening = "<answer>" * ending.endswith("<answer>")
+    assert processor.tokenizer.decode(encode_response(first, f"{opening}4", processor)) == "4<|im_end|>"
+    with pytest.raises(ValueError, match="its answer has a thought, but the chat template has ended it"):
+        encode_response(first, f"{opening}<think>I see.</think> 4", processor)
+
+
 @needs("parts/convert.py")
 @needs("parts/formats")
 def test_a_column_response_is_trained_on_and_survives_a_conversion(tiny_model, tmp_path):

@@ -1,14 +1,19 @@
 """Which rows the core reads by itself, and that it reads them as parts/formats does."""
 
+import base64
+import io
 import json
 import pathlib
+import textwrap
+import urllib.parse
 
 import pytest
+from PIL import Image
 
 from common.errors import UserError
 from config import Columns
 from data import load_samples
-from inputs.rows import is_plain, parse_row
+from inputs.rows import RowError, is_plain, parse_row
 from tests.helpers.marks import needs
 
 IMAGES = {"images": ["a.png"]}
@@ -39,6 +44,11 @@ OTHER = [
     {"prompt": "What?", "answer": "3", "extra_info": {"index": 1}},
     {"prompt": "What?", "answer": "3", "video": "a"},
     {"prompt": "What?", "answer": ["3"]},
+    {"prompt": "What?", "answer": "B", "A": "3", "B": "4"},
+    {"prompt": "What?", "answer": "B", "option_a": "3"},
+    {"prompt": "What?", "answer": "3", "thinking": "I count."},
+    {"prompt": "What?", "answer": "3", "tools": "[]"},
+    {"prompt": "What?", "answer": "3", "loss": False},
 ]
 
 
@@ -79,3 +89,39 @@ def test_a_plain_row_that_cannot_be_used_is_named(row, message, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(UserError, match=f"rows.jsonl row 1: .*{message}"):
         load_samples(f"{tmp_path}/rows.jsonl", "vqa")
+
+
+PICTURE = Image.effect_noise((64, 48), 99).convert("RGB")
+WRITTEN = {
+    "as it is": lambda text: text,
+    "wrapped": lambda text: "\n".join(textwrap.wrap(text, 76)),
+    "wrapped on Windows": lambda text: "\r\n".join(textwrap.wrap(text, 64)) + "\r\n",
+    "URL-safe": lambda text: text.replace("+", "-").replace("/", "_"),
+    "unpadded": lambda text: text.rstrip("="),
+    "percent-encoded": lambda text: urllib.parse.quote(text, safe=""),
+    "URL-safe, unpadded and wrapped": lambda text: "\n".join(
+        textwrap.wrap(text.replace("+", "-").replace("/", "_").rstrip("="), 76)
+    ),
+}
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+@pytest.mark.parametrize("before", ["data:image/{};base64,", "DATA:image/{};BASE64,", "data:;base64,", "base64,", ""])
+@pytest.mark.parametrize("kind", ["png", "jpeg", "gif", "webp", "bmp", "tiff"])
+def test_base64_is_read_however_it_is_written(form, before, kind):
+    PICTURE.save(file := io.BytesIO(), kind)
+    text = before.format(kind) + WRITTEN[form](base64.b64encode(file.getvalue()).decode())
+    (image,) = parse_row({"prompt": "?", "answer": "3", "images": [text]}, "row 1", pathlib.Path, Columns()).images
+    assert image == file.getvalue()
+
+
+@pytest.mark.parametrize("path", ["iVBORw0KGgo.png", "/9j/4AAQ/photo.jpg", "Qk/UklGR", "data/a.png"])
+def test_paths_that_look_like_base64_are_paths(path):
+    row = {"prompt": "?", "answer": "3", "images": [path]}
+    assert parse_row(row, "row 1", pathlib.Path, Columns()).images == [pathlib.Path(path)]
+
+
+def test_damaged_base64_is_refused():
+    row = {"prompt": "?", "answer": "3", "images": ["data:image/png;base64,iVBO!!Rw"]}
+    with pytest.raises(RowError, match="invalid base64"):
+        parse_row(row, "row 1", pathlib.Path, Columns())

@@ -417,6 +417,14 @@ def test_numbers_and_addresses_are_read_as_they_are_meant(folder):
     assert decode_image(samples[0].images[0]).getpixel((0, 0)) == (0, 128, 0)
 
 
+@pytest.mark.parametrize("name", ["bytes", "path", "url", "base64"])
+def test_an_image_may_hold_base64(folder, name):
+    text = base64.b64encode(png("green")).decode()
+    rows = [{"prompt": "q", "answer": "3", "images": [{name: text}]}, {"prompt": "q", "answer": "3", "image": text}]
+    for sample in load_samples(jsonl(folder / "n.jsonl", *rows), "vqa"):
+        assert decode_image(sample.images[0]).getpixel((0, 0)) == (0, 128, 0)
+
+
 def test_files_named_after_another_format_say_so(folder):
     (folder / "lines.json").write_text('{"prompt": "q", "answer": "1"}\n{"prompt": "q", "answer": "1"}\n')
     (folder / "list.jsonl").write_text('[{"prompt": "q", "answer": "1"}]')
@@ -697,6 +705,7 @@ def test_a_zip_that_lies_about_its_size_is_no_way_around(tmp_path):
         ({"image_path": "images/0.png"}, "column 'image_path' seems to hold an image: name it with --image_column"),
         ({"Images": ["images/0.png"]}, "column 'Images' seems to hold an image"),
         ({"img": "data:image/png;base64,AAAA"}, "column 'img' seems to hold an image"),
+        ({"img": base64.b64encode(png()).decode()}, "column 'img' seems to hold an image"),
         ({"picture": {"bytes": None, "path": "0.png"}}, "column 'picture' seems to hold an image"),
         ({"images": ["https://example.com/a.png"]}, "images are not downloaded: save https://example.com/a.png"),
         ({"images": ["A" * 10_000]}, r"^image .{,200}: not a readable image \(.*name too long"),
@@ -881,8 +890,7 @@ VIDEO_R1 |= {"solution": "<answer>B</answer>"}
             "<image>Which?\n(A) red (B) blue",
             1,
         ),
-        ({"options": ["red", "blue"]}, "<image>Which?", 1),  # a column like any other
-        ({"options": {"A": "red"}}, "<image>Which?", 1),
+        ({"options": ["red", "blue"]}, "<image>Which?\nOptions:\nA. red\nB. blue", 1),
         ({"images": ["images/1.png"], "path": "clip.mp4", "data_type": "video"}, "<image>Which?", 1),
         ({"images": ["images/1.png"]}, "<image>Which?", 1),
         ({"data_type": "text", "path": ""}, "Which?", 0),
