@@ -37,10 +37,12 @@ SAVED = ("state.json", "dataset_dict.json")  # in a folder that `datasets` saved
 MAX_BLANK_ROWS = 2**20  # as many as an Excel sheet has rows: some exports write them all
 OTHER_MEDIA = ("video", "videos", "audio", "audios")  # columns and tags of media that no model would receive
 # Columns of rows that are not plain: what they hold belongs to the prompt, the answer or the images.
-NOT_PLAIN = re.compile(
-    "(?i)images?[ _-]?\\d*|image_name|videos?|audios?|response|data_type|(\\w+_)?history|messages|conversations|loss"
-    "|(\\w+[ _-]?)?(options?|choices?)([ _-]?[a-j\\d]+)?|(op)?[ _-]?[a-j]|tools|functions|(tool|function)_calls?"
-    "|reasoning(_content)?|think(ing)?|thoughts?"
+NOT_PLAIN = functools.lru_cache(
+    re.compile(
+        "(?i)images?[ _-]?\\d*|image_name|videos?|audios?|response|data_type|(\\w+_)?history|messages|conversations"
+        "|(\\w+[ _-]?)?(options?|choices?)([ _-]?[a-j\\d]+)?|(op)?[ _-]?[a-j]|tools|functions|(tool|function)_calls?"
+        "|reasoning(_content)?|think(ing)?|thoughts?|loss"
+    ).fullmatch
 )
 # Base64 of a picture: a file begins with the name of its format.
 BASE64 = r"\s*(iVBORw0KGgo|[/_]9j[/_]|%2F9j%2F|R0lGOD|UklGR|SUkq|TU0AK|Qk.{6}AAAA)[^.]{40}"
@@ -189,7 +191,7 @@ def is_plain(row: dict, names: list[str]) -> bool:
     paths = row.get(images, None if images == "images" else "a column that the user names must be there")
     has_texts = isinstance(row.get(prompt), str) and isinstance(row.get(answer), str | int | float)
     has_paths = paths is None or (isinstance(paths, list) and all(isinstance(path, str) and path for path in paths))
-    if not (has_texts and has_paths) or CHAT.match(row[prompt]) or any(map(NOT_PLAIN.fullmatch, others)):
+    if not (has_texts and has_paths) or CHAT.match(row[prompt]) or any(map(NOT_PLAIN, others)):
         return False
     are_plain = (
         isinstance(x, int | float | None) or (isinstance(x, str) and not FILE.match(x)) for x in others.values()
@@ -247,9 +249,11 @@ def resolve_image(image: object, locate: Locate) -> ImageSource:
                 raise RowError(f"an image's '{name}' value is not {'text' if kind is str else 'bytes'}")
         return image if image.get("bytes") is not None or image.get("path") is None else locate(image["path"])
     if isinstance(image, str) and ENCODED.match(image):
-        try:  # with line breaks, escapes, - for +, _ for /, or no padding
-            text = "".join(urllib.parse.unquote(image).rpartition(",")[2].split()).rstrip("=")
-            return base64.b64decode(text.replace("-", "+").replace("_", "/") + "=" * (-len(text) % 4), validate=True)
+        text = urllib.parse.unquote(image).rpartition(",")[2].rstrip("= \r\n")
+        for written, meant in (("\n", ""), ("\r", ""), (" ", ""), ("-", "+"), ("_", "/")):  # wrapped, or for URLs
+            text = text.replace(written, meant) if written in text else text
+        try:
+            return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
         except ValueError:
             raise RowError("an image is text with invalid base64: encode the image again") from None
     if not isinstance(image, str):

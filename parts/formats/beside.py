@@ -1,5 +1,6 @@
 """What a row or a turn has beside its text: a reasoning, which is used; tools, calls and more, which are refused."""
 
+import functools
 import re
 
 from inputs.rows import RowError
@@ -7,9 +8,12 @@ from inputs.rows import RowError
 REASONING = ("reasoning_content", "reasoning", "thinking", "think", "thought", "thoughts")
 CALLS = ("tool_calls", "tool_call", "function_calls", "function_call")
 TOOLS = ("tools", "functions", *CALLS)
+BESIDE = {*CALLS, *REASONING}
 TRAINED = ("loss", "loss_scale", "loss_weight", "weight", "train", "trainable")
 LABEL = re.compile("[a-zA-Z0-9_-]{1,20}")  # of a row, in a column such as "reasoning": "on", "spatial"
-HISTORY = re.compile("(?i)((chat|conversation|dialog|dialogue)_)?history")
+is_refused = functools.lru_cache(  # by the name of a column
+    re.compile(rf"(?i)((chat|conversation|dialog|dialogue)_)?history|{'|'.join(TOOLS)}").fullmatch
+)
 
 
 def carries(value: object) -> bool:
@@ -25,30 +29,29 @@ def carries(value: object) -> bool:
 
 def refuse_beside(row: dict) -> None:
     """Raise RowError for a column that belongs to the prompt or the answer, but is not used."""
-    for name, value in row.items():
-        if not isinstance(value, str | list | dict) or not carries(value):
+    for name in filter(is_refused, row):
+        if not isinstance(row[name], str | list | dict) or not carries(row[name]):
             continue
-        if HISTORY.fullmatch(name):
+        if name.lower() not in TOOLS:
             raise RowError(f"'{name}' holds earlier turns: write them and the question as a chat in 'messages'")
-        if name.lower() in TOOLS:
-            raise RowError(f"the column '{name}' holds tools or calls, which are not used: remove it or the row")
+        raise RowError(f"the column '{name}' holds tools or calls, which are not used: remove it or the row")
     if row.get("loss") is False:
         raise RowError("'loss' is false, so the row is not to be trained on: remove the row or 'loss'")
 
 
 def refuse_in_turn(turn: dict, role: str | None) -> None:
     """Raise RowError for what a turn of a prompt has beside its text."""
-    for name in (*CALLS, *REASONING):
-        if carries(turn.get(name)):
+    for name in filter(BESIDE.__contains__, turn):
+        if carries(turn[name]):
             what = "calls of tools" if name in CALLS else "a reasoning before the last answer"
             raise RowError(f"the {role}'s turn has '{name}', but {what} cannot be shown: remove it or the row")
 
 
 def check_reply(turn: dict) -> None:
     """Raise RowError if the last turn, which is the answer, calls a tool or is not to be trained on."""
-    refuse_in_turn({name: turn.get(name) for name in CALLS}, "assistant")
-    for name in TRAINED:
-        if str(turn.get(name)).lower() not in ("none", "nan", "", "true", "1", "1.0"):
+    refuse_in_turn({name: turn[name] for name in CALLS if name in turn}, "assistant")
+    for name in filter(TRAINED.__contains__, turn):
+        if str(turn[name]).lower() not in ("none", "nan", "", "true", "1", "1.0"):
             problem = f"the assistant's last turn has '{name}': {turn[name]}, so it is not to be trained on"
             raise RowError(f"{problem}: remove '{name}', the turn or the row")
 
@@ -58,8 +61,8 @@ def with_reasoning(response: str, beside: dict, is_turn: bool = False) -> str:
 
     A flag is no reasoning, nor is a single word that a row has. Raises RowError if the answer has another reasoning.
     """
-    for name in REASONING:
-        value = beside.get(name)
+    for name in filter(beside.__contains__, REASONING):
+        value = beside[name]
         if not isinstance(value, str | list | dict) or not carries(value):
             continue
         if not isinstance(value, str):

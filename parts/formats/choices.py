@@ -1,6 +1,7 @@
 """The choices of a row, which its question then shows: "A. cat", bare, in a dictionary, as text, in columns A, B, …"""
 
 import ast
+import functools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -9,8 +10,13 @@ from inputs.rows import RowError
 from parts.formats.beside import carries
 
 LETTERS = "ABCDEFGHIJ"
-NAME = re.compile(r"(?i)((multiple[ _-]?choice|answer|mc)[ _-]?)?(options|choices)|option|choice")
-COLUMN = re.compile(r"(?i)(?:options?|choices?|op)?[ _-]?([a-j])|(?:options?|choices?)[ _-]?(\d+)")  # A, option_b, opc
+# Of a column: with all choices, and with one of them (A, option_b, opc, choice1).
+is_list = functools.lru_cache(
+    re.compile(r"(?i)((multiple[ _-]?choice|answer|mc)[ _-]?)?(options|choices)|option|choice").fullmatch
+)
+is_one = functools.lru_cache(
+    re.compile(r"(?i)(?:options?|choices?|op)?[ _-]?([a-j])|(?:options?|choices?)[ _-]?(\d+)").fullmatch
+)
 LETTERED = re.compile(r"\s*[(\[]?([A-Z])[\]):.]+\s*(.*?)\s*", re.DOTALL | re.IGNORECASE)  # "A. a cat"
 INLINE = re.compile(r"(?:^|[\s,;|]+)[(\[]?([A-Ja-j])\s?[\]):.]\s*")  # "A. a cat B. a dog"
 ONE = re.compile(r"[(\[]?([A-Ja-j])(?:[\]):.]+(?:\s.*)?)?", re.DOTALL)  # an answer: "B", "(b)", "B. a dog"
@@ -26,9 +32,12 @@ def with_choices(prompt: str, row: dict, answer: str) -> str:
     Lettered choices ("A. …") are shown as they are, as in Video-R1. In another form, they are shown if the gold answer
     is a letter, which would mean nothing without them.
     """
-    for name, value in row.items():
-        if NAME.fullmatch(name) and isinstance(value, str | list | dict) and carries(value) and not _is_letter(value):
+    for name in filter(is_list, row):
+        value = row[name]
+        if isinstance(value, str | list | dict) and carries(value) and not _is_letter(value):
             return _shown(prompt, name, value, answer)
+    if not _letters(answer, []):
+        return prompt
     columns = _in_columns(row)
     letters = _letters(answer, columns)
     return _append(prompt, columns) if letters and letters <= {letter for letter, _ in columns} else prompt
@@ -67,8 +76,8 @@ def _letters(answer: str, choices: Sequence[Choice]) -> set[str]:
         return set()
     if match := ONE.fullmatch(answer):
         return {match[1].upper()}
-    letters = re.findall("[A-J]", answer)
-    return set(letters) if SEVERAL.fullmatch(answer) and letters == sorted(set(letters)) else set()
+    letters = re.findall("[A-J]", answer) if SEVERAL.fullmatch(answer) else []
+    return set(letters) if letters == sorted(set(letters)) else set()
 
 
 def _is_letter(value: object) -> bool:
@@ -79,8 +88,8 @@ def _is_letter(value: object) -> bool:
 def _in_columns(row: dict) -> list[Choice]:
     """Return the choices in columns A, B, … or option_1, option_2, …, without the empty ones."""
     lettered, numbered = {}, {}
-    for name, value in row.items():
-        match = COLUMN.fullmatch(name)
+    for name in filter(is_one, row):
+        match, value = is_one(name), row[name]
         if match and isinstance(value, str | int | float) and carries(str(value)):
             if match[1]:
                 lettered[match[1].upper()] = str(value).strip()
@@ -104,7 +113,7 @@ def _read(value: object) -> Iterator[Choice]:
 
 def _item(item: object) -> Iterator[Choice]:
     """Yield the choice in an item of a list: a text, [letter, text], {label, text} or {letter: text}."""
-    if isinstance(item, list | tuple) and len(item) == 2 and COLUMN.fullmatch(str(item[0])):
+    if isinstance(item, list | tuple) and len(item) == 2 and is_one(str(item[0])):
         item = {item[0]: item[1]}
     if isinstance(item, dict):
         given = {name: each for name, each in item.items() if carries(each)}
@@ -129,7 +138,7 @@ def _in_dict(value: dict) -> Iterator[Choice]:
         if not isinstance(text, str | int | float | None) or isinstance(text, bool):
             raise ValueError
         if carries(str(text)):
-            match = COLUMN.fullmatch(str(label).strip("()[].: "))
+            match = is_one(str(label).strip("()[].: "))
             yield (match[1] if match else None), str(text).strip()
 
 
