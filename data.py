@@ -225,8 +225,7 @@ def encode_response(sample: Sample, response: str, processor: Processor) -> Tens
     """Return the (L,) token ids of an answer to `sample`, as it stands, with the end that the chat template gives it.
 
     What the template opens in the prompt (`Prompt.opening`) belongs to the prompt. Raises ValueError if the answer is
-    empty, contains a control token, does not begin with that opening, or has a thought behind one that the template has
-    closed, or if the template ends it with no token.
+    empty, has a control token, lacks that opening or has a thought after a closed one, or is ended with no token.
     """
     chat = write_chat(prompt_turns(sample, processor), processor.tokenizer, processor.chat_variables)
     space, end = answer_end(processor.tokenizer)
@@ -391,7 +390,7 @@ def check_row(
 ) -> tuple[str | None, str, int]:
     """Return why the row cannot be used (None if it can), its key, and its number of prompt tokens.
 
-    Duplicate rows have the same key. `image_sizes` caches the (height, width) of each checked image.
+    Duplicates have the same key and, without a `processor`, responses. `image_sizes` caches (height, width) of images.
     """
     if isinstance(row, Problem):
         return row.message, "", 0
@@ -408,7 +407,6 @@ def check_row(
         tokens = _checked_length(row, processor, max_length, sizes) if processor else 0
     except ValueError as error:
         return str(error), "", 0
-    # Without a model, rows are converted, also for sft.py: those with other responses are other rows.
     identity = json.dumps([row.texts, row.answer, row.system, *image_keys, *([] if processor else row.responses)])
     return None, hashlib.sha1(identity.encode()).hexdigest(), tokens
 

@@ -37,19 +37,13 @@ SAVED = ("state.json", "dataset_dict.json")  # in a folder that `datasets` saved
 MAX_BLANK_ROWS = 2**20  # as many as an Excel sheet has rows: some exports write them all
 OTHER_MEDIA = ("video", "videos", "audio", "audios")  # columns and tags of media that no model would receive
 # Columns of rows that are not plain: what they hold belongs to the prompt, the answer or the images.
-NOT_PLAIN = functools.lru_cache(
-    re.compile(
-        "(?i)images?[ _-]?\\d*|image_name|videos?|audios?|response|data_type|(\\w+_)?history|messages|conversations"
-        "|(\\w+[ _-]?)?(options?|choices?)([ _-]?[a-j\\d]+)?|(op)?[ _-]?[a-j]|tools|functions|(tool|function)_calls?"
-        "|reasoning(_content)?|think(ing)?|thoughts?|loss"
-    ).fullmatch
+NOT_PLAIN = re.compile(
+    "(?i)images?[ _-]?\\d*|image_name|videos?|audios?|response|data_type|messages|conversations|reason.*|think.*"
+    "|thoughts?|.*(history|options?|choices?|calls?)([ _-]?[a-j\\d]+)?|(op)?[ _-]?[a-j]|tools|functions|loss"
 )
-# Base64 of a picture: a file begins with the name of its format.
-BASE64 = r"\s*(iVBORw0KGgo|[/_]9j[/_]|%2F9j%2F|R0lGOD|UklGR|SUkq|TU0AK|Qk.{6}AAAA)[^.]{40}"
-ENCODED = re.compile(rf"\s*(?i:data:|(image/[\w.+-]+;)?base64,)|{BASE64}")
-FILE = re.compile(
-    rf"(?i:data:image/|.*\.(png|jpe?g|webp|gif|bmp|tiff?|mp4|avi|mov|mkv|webm|mp3|wav|flac|m4a)$)|{BASE64}"
-)
+is_special = functools.lru_cache(NOT_PLAIN.fullmatch)  # data sets have few columns
+CODED = re.compile(r"(?i)\s*(data:|(image/.*;)?base64,|iVBOR|[/_]9j[/_]|%2F9j|R0lGOD|UklGR|SUkq|TU0AK|Qk)")  # base64
+FILE = re.compile(CODED.pattern + r"|.*\.(png|jpe?g|webp|gif|bmp|tiff?|mp4|avi|mov|mkv|webm|mp3|wav|flac|m4a)$")
 CHAT = re.compile(r"""(?s)["\ufeff\s]*\[?\s*\{.*["'](role|from|type)\\?["']\s*:""")  # in a text of JSON
 OSF_IMAGES = "VQA_RAD Image Folder"  # image folder in the OSF archive of VQA-RAD
 Locate = Callable[[str], AnyPath]  # returns where an image is, given its path in the row
@@ -190,13 +184,10 @@ def is_plain(row: dict, names: list[str]) -> bool:
     others = {name: value for name, value in row.items() if name not in names}
     paths = row.get(images, None if images == "images" else "a column that the user names must be there")
     has_texts = isinstance(row.get(prompt), str) and isinstance(row.get(answer), str | int | float)
-    has_paths = paths is None or (isinstance(paths, list) and all(isinstance(path, str) and path for path in paths))
-    if not (has_texts and has_paths) or CHAT.match(row[prompt]) or any(map(NOT_PLAIN, others)):
+    has_paths = isinstance(paths, list | None) and all(type(x) is str and x and not CODED.match(x) for x in paths or [])
+    if not (has_texts and has_paths) or CHAT.match(row[prompt]) or any(map(is_special, others)):
         return False
-    are_plain = (
-        isinstance(x, int | float | None) or (isinstance(x, str) and not FILE.match(x)) for x in others.values()
-    )
-    return all(are_plain)
+    return all(isinstance(x, int | float | None) or (isinstance(x, str) and not FILE.match(x)) for x in others.values())
 
 
 def make_sample(earlier: list[Turn], prompt: Any, answer: str, system: Any, fields: dict, source: str) -> Sample:
@@ -242,20 +233,17 @@ def _final_answer(text: str) -> str:
 
 
 def resolve_image(image: object, locate: Locate) -> ImageSource:
-    """Locate an image that is given by its path, and decode base64. Other images are returned unchanged."""
+    """Locate an image that is given by its path, and decode a data: URL. Other images are returned unchanged."""
     if isinstance(image, dict):
         for name, kind in (("bytes", bytes), ("path", str)):
             if not isinstance(image.get(name), kind | None):
                 raise RowError(f"an image's '{name}' value is not {'text' if kind is str else 'bytes'}")
         return image if image.get("bytes") is not None or image.get("path") is None else locate(image["path"])
-    if isinstance(image, str) and ENCODED.match(image):
-        text = urllib.parse.unquote(image).rpartition(",")[2].rstrip("= \r\n")
-        for written, meant in (("\n", ""), ("\r", ""), (" ", ""), ("-", "+"), ("_", "/")):  # wrapped, or for URLs
-            text = text.replace(written, meant) if written in text else text
+    if isinstance(image, str) and image.startswith("data:"):
         try:
-            return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+            return base64.b64decode(image.partition(",")[2], validate=True)
         except ValueError:
-            raise RowError("an image is text with invalid base64: encode the image again") from None
+            raise RowError("an image is a data: URL with invalid base64") from None
     if not isinstance(image, str):
         return image
     if re.match("(?i)https?://", image):

@@ -21,19 +21,10 @@ from common import console
 from common.errors import UserError
 from common.records import TAG, Cell, Sample, Turn
 from config import Columns
-from inputs.rows import (
-    BASE64,
-    ENCODED,
-    OTHER_MEDIA,
-    Locate,
-    RowError,
-    answer_text,
-    make_sample,
-    place_images,
-    resolve_image,
-)
+from inputs.rows import OTHER_MEDIA, Locate, RowError, answer_text, make_sample, place_images, resolve_image
 from parts.formats.beside import check_reply, refuse_beside, refuse_in_turn, with_reasoning
 from parts.formats.choices import with_choices
+from parts.formats.encoded import PICTURE, decoded
 
 CHAT_COLUMNS = ("conversations", "messages")
 PROMPT_COLUMNS = ("prompt", *CHAT_COLUMNS, "problem", "question", "query")
@@ -41,7 +32,7 @@ ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "response")
 IMAGE_COLUMNS = ("images", "image")
 ROLES = {"human": "user", "gpt": "assistant"}  # as ShareGPT and LLaVA call them
 IMAGE_NAME = re.compile("image|img|picture|photo|figure", re.IGNORECASE)
-IMAGE_FILE = re.compile(rf"(?i:data:image/|.*\.(png|jpe?g|webp|gif|bmp|tiff?)$)|{BASE64}")
+IMAGE_FILE = re.compile(rf"(?i:data:image/|.*\.(png|jpe?g|webp|gif|bmp|tiff?)$)|{PICTURE}")
 OTHER_NAME = re.compile("path|video|audio", re.IGNORECASE)
 OTHER_FILE = re.compile(r"(?i).*\.(mp4|avi|mov|mkv|webm|mp3|wav|flac|m4a)$")
 # A text of JSON with a turn, a part of a turn, or a list of them: it begins like one and has its keys.
@@ -229,13 +220,7 @@ def _images(value: object) -> list:
     for image in images:
         if not isinstance(image, str | bytes | dict | Cell) or image == "":
             raise RowError("'images' is not a list of paths or images")
-    return [_encoded(image) or image for image in images]
-
-
-def _encoded(image: object) -> str | None:
-    """Return the base64 text that an image {"bytes", "path", "url", …} holds; None if it holds none."""
-    values = image.values() if isinstance(image, dict) else []
-    return next((value for value in values if isinstance(value, str) and ENCODED.match(value)), None)
+    return [decoded(image) for image in images]
 
 
 def _chat(turns: list) -> tuple[list[Turn], str, str | None, list]:

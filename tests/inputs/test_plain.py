@@ -39,6 +39,7 @@ OTHER = [
     {"prompt": "What?", "answer": "3", "Image 2": "x"},
     {"prompt": "What?", "answer": "3", "images": "a.png"},
     {"prompt": "What?", "answer": "3", "images": [{"path": "a.png"}]},
+    {"prompt": "What?", "answer": "3", "images": ["DATA:image/png;base64,iVBO"]},
     {"prompt": "What?", "answer": "3", "response": "It is 3."},
     {"prompt": "What?", "answer": "3", "options": ["A. 3"]},
     {"prompt": "What?", "answer": "3", "extra_info": {"index": 1}},
@@ -105,6 +106,7 @@ WRITTEN = {
 }
 
 
+@needs("parts/formats")
 @pytest.mark.parametrize("form", WRITTEN)
 @pytest.mark.parametrize("before", ["data:image/{};base64,", "DATA:image/{};BASE64,", "data:;base64,", "base64,", ""])
 @pytest.mark.parametrize("kind", ["png", "jpeg", "gif", "webp", "bmp", "tiff"])
@@ -115,12 +117,14 @@ def test_base64_is_read_however_it_is_written(form, before, kind):
     assert image == file.getvalue()
 
 
+@needs("parts/formats")
 @pytest.mark.parametrize("path", ["iVBORw0KGgo.png", "/9j/4AAQ/photo.jpg", "Qk/UklGR", "data/a.png"])
 def test_paths_that_look_like_base64_are_paths(path):
     row = {"prompt": "?", "answer": "3", "images": [path]}
     assert parse_row(row, "row 1", pathlib.Path, Columns()).images == [pathlib.Path(path)]
 
 
+@needs("parts/formats")
 def test_damaged_base64_is_refused():
     row = {"prompt": "?", "answer": "3", "images": ["data:image/png;base64,iVBO!!Rw"]}
     with pytest.raises(RowError, match="invalid base64"):
