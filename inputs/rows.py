@@ -42,7 +42,7 @@ NOT_PLAIN = re.compile(
     "|thoughts?|.*(history|options?|choices?|calls?)([ _-]?[a-j\\d]+)?|(op)?[ _-]?[a-j]|tools|functions|loss"
 )
 is_special = functools.lru_cache(NOT_PLAIN.fullmatch)  # data sets have few columns
-CODED = re.compile(r"(?i)\s*(data:|(image/.*;)?base64,|iVBOR|[/_]9j[/_]|%2F9j|R0lGOD|UklGR|SUkq|TU0AK|Qk)")  # base64
+CODED = re.compile(r"(?i)\s*(data(:|%3A)|image/.*;|base64,|b'|iVBOR|[/_]9j|%2F9j|R0lGOD|UklGR|SUkq|TU0AK|Qk)")  # base64
 FILE = re.compile(CODED.pattern + r"|.*\.(png|jpe?g|webp|gif|bmp|tiff?|mp4|avi|mov|mkv|webm|mp3|wav|flac|m4a)$")
 CHAT = re.compile(r"""(?s)["\ufeff\s]*\[?\s*\{.*["'](role|from|type)\\?["']\s*:""")  # in a text of JSON
 OSF_IMAGES = "VQA_RAD Image Folder"  # image folder in the OSF archive of VQA-RAD

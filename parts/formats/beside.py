@@ -6,9 +6,8 @@ import re
 from inputs.rows import RowError
 
 REASONING = ("reasoning_content", "reasoning", "thinking", "think", "thought", "thoughts")
-CALLS = ("tool_calls", "tool_call", "function_calls", "function_call")
-TOOLS = ("tools", "functions", *CALLS)
-BESIDE = {*CALLS, *REASONING}
+TOOLS = ("tools", "functions", "tool_calls", "tool_call", "function_calls", "function_call")
+BESIDE = {*TOOLS, *REASONING}  # a turn
 TRAINED = ("loss", "loss_scale", "loss_weight", "weight", "train", "trainable")
 LABEL = re.compile("[a-zA-Z0-9_-]{1,20}")  # of a row, in a column such as "reasoning": "on", "spatial"
 is_refused = functools.lru_cache(  # by the name of a column
@@ -42,14 +41,14 @@ def refuse_beside(row: dict) -> None:
 def refuse_in_turn(turn: dict, role: str | None) -> None:
     """Raise RowError for what a turn of a prompt has beside its text."""
     for name in filter(BESIDE.__contains__, turn):
-        if carries(turn[name]):
-            what = "calls of tools" if name in CALLS else "a reasoning before the last answer"
+        if isinstance(turn[name], str | list | dict) and carries(turn[name]):
+            what = "tools and calls" if name in TOOLS else "a reasoning before the last answer"
             raise RowError(f"the {role}'s turn has '{name}', but {what} cannot be shown: remove it or the row")
 
 
 def check_reply(turn: dict) -> None:
     """Raise RowError if the last turn, which is the answer, calls a tool or is not to be trained on."""
-    refuse_in_turn({name: turn[name] for name in CALLS if name in turn}, "assistant")
+    refuse_in_turn({name: turn[name] for name in TOOLS if name in turn}, "assistant")
     for name in filter(TRAINED.__contains__, turn):
         if str(turn[name]).lower() not in ("none", "nan", "", "true", "1", "1.0"):
             problem = f"the assistant's last turn has '{name}': {turn[name]}, so it is not to be trained on"
@@ -72,6 +71,8 @@ def with_reasoning(response: str, beside: dict, is_turn: bool = False) -> str:
         reasoning = re.sub(r"(?i)^\s*<think>|</think>\s*$", "", value).strip()
         if re.search(r"(?i)</?(think|answer)>", reasoning):
             raise RowError(f"'{name}' contains tags of an answer: write only the reasoning there")
+        if not response.strip():
+            raise RowError(f"'{name}' stands beside an empty answer: write the answer")
         if not re.search(r"(?i)</?think>", response):
             response = f"<think>\n{reasoning}\n</think>\n\n{response}"
         elif reasoning not in response:

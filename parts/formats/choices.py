@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from inputs.rows import RowError
 from parts.formats.beside import carries
 
-LETTERS = "ABCDEFGHIJ"
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+USUAL = LETTERS[:10]  # others are letters of choices only if there are as many
 # Of a column: with all choices, and with one of them (A, option_b, opc, choice1).
 is_list = functools.lru_cache(
     re.compile(r"(?i)((multiple[ _-]?choice|answer|mc)[ _-]?)?(options|choices)|option|choice").fullmatch
@@ -17,9 +18,9 @@ is_list = functools.lru_cache(
 is_one = functools.lru_cache(
     re.compile(r"(?i)(?:options?|choices?|op)?[ _-]?([a-j])|(?:options?|choices?)[ _-]?(\d+)").fullmatch
 )
-LETTERED = re.compile(r"\s*[(\[]?([A-Z])[\]):.]+\s*(.*?)\s*", re.DOTALL | re.IGNORECASE)  # "A. a cat"
-INLINE = re.compile(r"(?:^|[\s,;|]+)[(\[]?([A-Ja-j])\s?[\]):.]\s*")  # "A. a cat B. a dog"
-ONE = re.compile(r"[(\[]?([A-Ja-j])(?:[\]):.]+(?:\s.*)?)?", re.DOTALL)  # an answer: "B", "(b)", "B. a dog"
+LETTERED = re.compile(r"\s*[(\[]?([A-Z])[\]):.、．：）]+\s*(.*?)\s*", re.DOTALL | re.IGNORECASE)  # "A. a cat"
+INLINE = re.compile(r"(?:^|[\s,;|]+)[(\[]?([A-Za-z])\s?[\]):.、．：）]+\s*")  # "A. a cat B. a dog"
+ONE = re.compile(r"[(\[]?([A-Za-z])(?:[\]):.、．：）]+(?:\s.*)?)?", re.DOTALL)  # an answer: "B", "(b)", "B. a dog"
 SEVERAL = re.compile(r"[A-J](?:[\s,;&/]*[A-J])+")  # "A, C"
 LABELS = ("label", "letter", "key", "id", "option_id")
 TEXTS = ("text", "content", "value", "option", "choice", "answer")
@@ -75,7 +76,8 @@ def _letters(answer: str, choices: Sequence[Choice]) -> set[str]:
     if answer in (text for _, text in choices):
         return set()
     if match := ONE.fullmatch(answer):
-        return {match[1].upper()}
+        letter = match[1].upper()
+        return {letter} if letter in USUAL or letter in LETTERS[: len(choices)] else set()
     letters = re.findall("[A-J]", answer) if SEVERAL.fullmatch(answer) else []
     return set(letters) if letters == sorted(set(letters)) else set()
 

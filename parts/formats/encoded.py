@@ -7,9 +7,10 @@ import urllib.parse
 from inputs.rows import RowError
 
 # A picture begins with the name of its format; paths have a dot soon.
-PICTURE = r"\s*(iVBORw0KGgo|[/_]9j[/_]|%2F9j%2F|R0lGOD|UklGR|SUkq|TU0AK|Qk.{6}AAAA)[^.]{40}"
-ENCODED = re.compile(rf"\s*(?i:data:|(image/[\w.+-]+;)?base64,)|{PICTURE}")
-SPELLINGS = (("\n", ""), ("\r", ""), (" ", ""), ("-", "+"), ("_", "/"))  # line breaks, and the alphabet of URLs
+PICTURE = r"\s*(?:b?['\"])?(iVBORw0KGgo|[/_]9j[/_]|%2F9j%2F|R0lGOD|UklGR|SUkq|TU0AK|Qk.{6}AAAA)[^.]{40}"
+ENCODED = re.compile(rf"\s*(?i:data(:|%3A)|(image/[\w.+-]+;)?base64,)|{PICTURE}")
+# Line breaks, also escaped ones; quotes of Python's bytes; the alphabet of URLs.
+SPELLINGS = [(mark, "") for mark in ("\\n", "\\r", "\n", "\r", "\t", " ", "b'", "'", '"')] + [("-", "+"), ("_", "/")]
 
 
 def decoded(image: object) -> object:
@@ -18,9 +19,10 @@ def decoded(image: object) -> object:
     text = next((value for value in values if isinstance(value, str) and ENCODED.match(value)), None)
     if text is None:
         return image
-    text = urllib.parse.unquote(text).rpartition(",")[2].rstrip("= \r\n")
+    text = urllib.parse.unquote(text).rpartition(",")[2]
     for written, meant in SPELLINGS:
         text = text.replace(written, meant) if written in text else text
+    text = text.rstrip("=")
     try:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except ValueError:

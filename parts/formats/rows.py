@@ -251,6 +251,10 @@ def _text(content: object) -> tuple[str, list]:
     for part in content:
         if media := re.search("video|audio", " ".join([str(part.get("type")), *(name for name in part if part[name])])):
             raise RowError(f"a part of a turn is {media[0]}, but only text and images are supported: remove the row")
+        if re.search("think|reason|tool", str(part.get("type"))):
+            raise RowError(
+                f"a part of a turn is '{part['type']}': write a reasoning as 'reasoning_content' of its turn"
+            )
         if part.get("type") in ("image", "image_url"):
             names = ("image", "path", "image_path", "image_url", "url", "bytes")
             image = next((part[name] for name in names if part.get(name) is not None), None)

@@ -100,6 +100,7 @@ WRITTEN = {
     "URL-safe": lambda text: text.replace("+", "-").replace("/", "_"),
     "unpadded": lambda text: text.rstrip("="),
     "percent-encoded": lambda text: urllib.parse.quote(text, safe=""),
+    "wrapped, escaped twice": lambda text: "\\n".join(textwrap.wrap(text, 76)),
     "URL-safe, unpadded and wrapped": lambda text: "\n".join(
         textwrap.wrap(text.replace("+", "-").replace("/", "_").rstrip("="), 76)
     ),
@@ -108,7 +109,18 @@ WRITTEN = {
 
 @needs("parts/formats")
 @pytest.mark.parametrize("form", WRITTEN)
-@pytest.mark.parametrize("before", ["data:image/{};base64,", "DATA:image/{};BASE64,", "data:;base64,", "base64,", ""])
+@pytest.mark.parametrize(
+    "before",
+    [
+        "data:image/{};base64,",
+        "DATA:image/{};BASE64,",
+        "data:;base64,",
+        "data%3Aimage/{}%3Bbase64%2C",
+        "base64,",
+        "b'",
+        "",
+    ],
+)
 @pytest.mark.parametrize("kind", ["png", "jpeg", "gif", "webp", "bmp", "tiff"])
 def test_base64_is_read_however_it_is_written(form, before, kind):
     PICTURE.save(file := io.BytesIO(), kind)

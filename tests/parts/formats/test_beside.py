@@ -56,7 +56,7 @@ def test_a_reasoning_is_that_of_the_response(tmp_path, name, text):
         ),
         (chat(reasoning_content=None, tool_calls=[], loss=True) | {"tools": "[]", "history": [[]]}, "3"),
         (chat(weight=1) | {"tools": None, "history": None, "functions": [None]}, "3"),
-        (chat(earlier={"loss": False, "weight": 0}), "3"),  # only the last answer is trained on
+        (chat(earlier={"loss": False, "weight": 0, "thinking": True}), "3"),  # only the last answer is trained on
     ],
 )
 def test_what_a_row_says_otherwise(tmp_path, row, response):
@@ -67,7 +67,7 @@ def test_what_a_row_says_otherwise(tmp_path, row, response):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (chat(tool_calls=[CALL]), "the assistant's turn has 'tool_calls', but calls of tools cannot be shown"),
+        (chat(tool_calls=[CALL]), "the assistant's turn has 'tool_calls', but tools and calls cannot be shown"),
         (chat(earlier={"tool_calls": [CALL]}), "turn has 'tool_calls'"),
         (chat(earlier={"function_call": {"name": "zoom", "arguments": "{}"}}), "turn has 'function_call'"),
         (chat(None, tool_calls=[CALL]), "turn has 'tool_calls'"),
@@ -96,6 +96,12 @@ def test_what_a_row_says_otherwise(tmp_path, row, response):
             PLAIN | {"thinking": "I count.", "reasoning": "I guess."},
             "'thinking' and the reasoning in the answer differ",
         ),
+        (
+            {"messages": [{"role": "system", "content": "Hi.", "tools": [CALL]}, *chat()["messages"]]},
+            "system's turn has 'tools'",
+        ),
+        (chat([{"type": "thinking", "text": "So."}, {"type": "text", "text": "3"}]), "a part of a turn is 'thinking'"),
+        (chat("", thinking="I count.") | {"solution": "3"}, "'thinking' stands beside an empty answer"),
         (chat(thinking=["I count."]), "'thinking' is not text"),
         (chat(thinking="So <answer>4</answer>"), "'thinking' contains tags of an answer"),
     ],

@@ -67,6 +67,13 @@ def test_choices_in_columns_are_shown(tmp_path, columns):
         ({"options": [2, 3.5]}, "Which?\nOptions:\nA. 2\nB. 3.5"),
         ({"options": "a ) 38 , b ) 27.5", "answer": "b"}, "Which?\nOptions:\na. 38\nb. 27.5"),  # MathQA
         ({"options": ["cat", "dog"], "answer": "<answer>(B) dog</answer>"}, SHOWN),
+        ({"options": "A、猫 B、狗"}, "Which?\nOptions:\nA. 猫\nB. 狗"),
+        ({"options": ["A、猫", "B、狗"]}, "Which?\nOptions:\nA、猫\nB、狗"),
+        (
+            {"options": [*range(12)], "answer": "K"},
+            "\n".join(["Which?", "Options:", *(f"{x}. {i}" for i, x in enumerate("ABCDEFGHIJKL"))]),
+        ),
+        ({"options": ["x + y", "n"], "answer": "z"}, "Which?"),
         ({"options": ["cat", "dog"], "answer": "A, B"}, SHOWN),
         ({"options": ["cat", "dog"], "answer": "AB"}, SHOWN),
         ({"messages": [{"role": "user", "content": "Which?"}], "choices": ["cat", "dog"]}, SHOWN),
