@@ -5,7 +5,7 @@ A plugin adds an entry to `ENVIRONMENTS`, and `--env NAME` chooses it.
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,25 +50,64 @@ class Environment:
 ENVIRONMENTS: dict[str, Environment] = {}
 
 
-def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
+_TAG = re.compile(r"\A|</?think>|<tool_call>|<\|python_tag\|>")
+_CLOSE = re.compile(r"\s*+(?:(?:</tool_call>|<\|eo[mt]_id\|>)\s*+|\Z)")  # what follows a call
+
+
+def tool_call(text: str, names: Collection[str] = ()) -> tuple[str, dict[str, Any]] | None:
     """Return the name and the arguments of the tool call in a turn; None if there is no call.
 
-    It is JSON between <tool_call> and </tool_call>, as Qwen writes it, or the whole turn, as Llama 3 does. What is only
-    thought is no call. Raises ValueError if it is no JSON of a call, or if there are several.
+    It is JSON after <tool_call>, as Qwen writes it, or after <|python_tag|>, as Llama 3.1 does. Llama also writes no
+    tag: JSON with "name" and "parameters" is a call if there is nothing else after the thought. What is only thought is
+    no call. If the `names` of the tools are given, JSON without a tag that names no tool is an answer.
+
+    Raises ValueError if what follows a tag is no JSON of a call or names no tool, or if there are several calls.
     """
-    text = text.rpartition("</think>")[2]
-    calls = re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", text, re.DOTALL)
-    calls = calls or re.findall(r'^\s*(\{\s*"name":.*"parameters":.*\})\s*$', text, re.DOTALL)
+    calls = _calls(text, names)
     if not calls:
         return None
     if len(calls) > 1:
         raise ValueError("one call at a time")
+    call = calls[0] if isinstance(calls[0], dict) else {}
+    name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+    if not (isinstance(name, str) and isinstance(arguments, dict)):
+        raise ValueError('a call is JSON: {"name": ..., "arguments": {...}}')
+    if names and name not in names:
+        raise ValueError(f"there is no tool {name[:40]!r}, only {', '.join(names)}")
+    return name, arguments
+
+
+def _calls(text: str, names: Collection[str]) -> list[Any]:
+    """Return the JSON of each call in a turn, None for what is not JSON."""
+    calls: list[Any] = []
+    end, is_thought = 0, False
+    for tag in _TAG.finditer(text):
+        if tag.start() < end or (is_thought and tag[0] != "</think>"):
+            continue  # it is in a string of the call before, or thought
+        is_thought = tag[0] == "<think>"
+        if is_thought:
+            continue
+        call, after = _json_at(text, tag.end())
+        if tag[0] in ("", "</think>"):
+            calls = []  # what came before was thought
+            if after < len(text) or not _is_untagged_call(call, names):
+                continue
+        calls.append(call)
+        end = after
+    return calls
+
+
+def _json_at(text: str, start: int) -> tuple[Any, int]:
+    """Return the JSON at text[start:] and the end of what closes it; None and `start` if there is none, or no close."""
     try:
-        call = json.loads(calls[0])
+        value, end = json.JSONDecoder().raw_decode(text, re.compile(r"\s*").match(text, start).end())
     except (ValueError, RecursionError):
-        call = None
-    if isinstance(call, dict):
-        name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
-        if isinstance(name, str) and isinstance(arguments, dict):
-            return name, arguments
-    raise ValueError('a call is JSON: {"name": ..., "arguments": {...}}')
+        return None, start
+    close = _CLOSE.match(text, end)
+    return (value, close.end()) if close else (None, start)
+
+
+def _is_untagged_call(value: Any, names: Collection[str]) -> bool:
+    keys = {"name", "parameters"}
+    is_call = isinstance(value, dict) and keys <= value.keys() <= keys | {"type"} and isinstance(value["name"], str)
+    return is_call and (not names or value["name"] in names)

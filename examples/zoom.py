@@ -13,15 +13,12 @@ TOOL = {"name": "zoom", "description": DESCRIPTION, "parameters": PARAMETERS}
 
 def zoom(text, state, images, extents, **row):
     """Return the part of the row's picture that a turn asks for; None if it asks for nothing, but answers."""
-    call = tool_call(text)
+    call = tool_call(text, ["zoom"])
     if call is None:
         return None
-    name, arguments = call
-    if name != "zoom":
-        raise ValueError(f"there is no tool {name[:40]!r}, only zoom")
     if not images:
         raise ValueError("there is no picture")
-    (width, height), picture = extents[0], images[0]
+    (_, arguments), (width, height), picture = call, extents[0], images[0]
     x1, y1, x2, y2 = values = [arguments.get(corner) for corner in CORNERS]
     are_numbers = all(type(value) in (int, float) for value in values)  # a bool is an int, too
     if not (are_numbers and 0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height):

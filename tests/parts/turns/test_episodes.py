@@ -4,11 +4,13 @@ Guards against: a faulty tool that ends a run, a reward that is not finite, cont
 made again from text, and limits that are exceeded.
 """
 
+import contextlib
 import copy
 import json
 import math
 import re
 import resource
+import time
 from dataclasses import replace
 
 import pytest
@@ -190,12 +192,17 @@ def test_the_environment_of_the_document_runs(processor, tmp_path):
     assert len(code.splitlines()) <= 20
     (tmp_path / "rotate.py").write_text(code)
     plugins.import_file(str(tmp_path / "rotate.py"))
-    episode, call = begin(processor, "rotate", max_seen=900), '{"name": "rotate", "arguments": {"degrees": 90}}'
+    episode = begin(processor, "rotate", max_seen=900)
     for _ in range(2):
-        assert turn(episode, f"<tool_call>{call}</tool_call>") and seen(episode) == "Now it is:<image>"
+        assert turn(episode, call({"degrees": 90}, "rotate")) and seen(episode) == "Now it is:<image>"
     assert not turn(episode, "A photo of 3 circles")
     assert [image.size for image in episode.trajectory.images] == [(112, 84), (84, 112)]
     assert episode.reward == pytest.approx(-0.04) and not episode.trajectory.num_failed
+    rotate = ENVIRONMENTS["rotate"].reply
+    for degrees in ("NaN", "1e999", "-Infinity", "true", '"90"', "null", "9" * 400):
+        with pytest.raises(ValueError, match="rotate needs degrees"):
+            rotate(call({"degrees": 0}, "rotate").replace("0", degrees), {}, [PICTURE])
+    assert rotate('{"name": "John", "parameters": {"degrees": 90}}', {}, [PICTURE]) is None, "an answer in JSON"
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -364,24 +371,73 @@ def test_a_thin_part_is_explained(processor):
     assert "one side is more than 200 times the other" in seen(episode)
 
 
-def test_arguments_are_data():
-    text = '<tool_call>{"name": "zoom", "arguments": {"x1": "__import__(\'os\').getpid()"}}'
-    assert tool_call(text) == ("zoom", {"x1": "__import__('os').getpid()"})
+CALL = {"name": "f", "arguments": {"x": 1}}
+LLAMA = '{"name": "f", "parameters": {"x": 1}}'
 
 
-def test_a_call_of_llama_is_the_whole_turn():
-    assert tool_call(' {"name": "zoom", "parameters": {"x1": 3}}\n') == ("zoom", {"x1": 3})
-    assert tool_call('{"answer": 3, "parameters": {}}') is None, "another answer in JSON"
-    assert tool_call('I say {"name": "zoom", "parameters": {}}') is None
-    with pytest.raises(ValueError, match="a call is JSON: "):
-        tool_call('{"name": "zoom", "parameters": 3}')
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            f"<tool_call>{json.dumps(CALL)}",
+            f"<think>hm</think>I look.\n<tool_call>\n{json.dumps(CALL)}\n</tool_call>\n",
+        ),
+        *(f" {LLAMA}\n", f"<think>hm</think>\n{LLAMA}", '{"parameters": {"x": 1}, "name": "f"}'),
+        *(f"<|python_tag|>{LLAMA}", f"I look. <|python_tag|> {LLAMA}<|eom_id|>", f"hm</think><|python_tag|>{LLAMA}"),
+        *(f'{tag}{{"type": "function", {LLAMA[1:]}' for tag in ("", "<|python_tag|>")),
+        *(f"<think>or <tool_call> or {tag}{LLAMA}</think>{LLAMA}" for tag in ("<tool_call>", "<|python_tag|>")),
+    ],
+)
+def test_a_call_as_models_write_it(text):
+    assert tool_call(text) == tool_call(text, ["g", "f"]) == ("f", {"x": 1})
 
 
-def test_what_is_thought_is_no_call():
-    thought = "<think>I could use <tool_call> here, or <tool_call>{}</tool_call>.</think>"
-    assert tool_call(thought + "<answer>3</answer>") is None
-    assert tool_call(thought + call(BOX)) == ("zoom", BOX)
-    assert tool_call(thought + '{"name": "zoom", "parameters": {"x1": 3}}') == ("zoom", {"x1": 3})
+@pytest.mark.parametrize("said", ["</tool_call>", "<tool_call>{}</tool_call>", "</think>", "<think>", "<|python_tag|>"])
+@pytest.mark.parametrize("before", ["", "<tool_call>", "<think>hm</think>", "<think>hm</think><|python_tag|>"])
+def test_arguments_are_data(before, said):
+    arguments = {"x": "__import__('os').getpid()", "y": f"{said} {said} please"}
+    assert tool_call(before + json.dumps({"name": "f", "parameters": arguments})) == ("f", arguments)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *('{"answer": 3, "parameters": {}}', '{"name": "John", "age": 3, "parameters": {}}', '{"name": "John"}'),
+        *(f"I say {LLAMA}", f"{LLAMA} is it", f"<answer>{LLAMA}</answer>", f"{LLAMA}; {LLAMA}", "3", "null", ""),
+        "<think>I could use <tool_call> here, or <tool_call>{}</tool_call>.</think><answer>3</answer>",
+        *(f"{opening}{call({})}</think>3" for opening in ("<think>", "", "<think>not </think>, but ")),
+        *(f"<think>{before}{call({})}" for before in ("", "one <think> two ", "not <answer>3</answer>")),
+        *(f"<think>{LLAMA}", f"<think><|python_tag|>{LLAMA}", f"<think>a</think><think>b {call({})}"),
+    ],
+)
+def test_what_is_an_answer_or_thought_is_no_call(text):
+    assert tool_call(text) is None
+
+
+def test_json_without_a_tag_is_a_call_only_of_a_tool_there_is():
+    assert tool_call(LLAMA, ["f"]) and tool_call(LLAMA, ["g"]) is None
+    for tag in ("<tool_call>", "<|python_tag|>"):
+        with pytest.raises(ValueError, match=r"^there is no tool 'f', only g, h$"):
+            tool_call(tag + LLAMA, ["g", "h"])
+
+
+@pytest.mark.parametrize(
+    "text", ['{"name": "f", "parameters": 3}', f"<tool_call>{LLAMA}}}", "<|python_tag|>f.call(x=1)"]
+)
+def test_what_is_no_json_of_a_call_is_explained(text):
+    with pytest.raises(ValueError, match=r"^a call is JSON: "):
+        tool_call(text)
+
+
+@pytest.mark.parametrize(
+    "piece", ["<tool_call>", "</think>{", '<tool_call>{"', '<|python_tag|>["', "<think>", "[", "\n"]
+)
+def test_no_turn_is_long_to_read(piece):
+    start = time.perf_counter()
+    for before in ("", "<tool_call>", '<tool_call>{"'):
+        with contextlib.suppress(ValueError):
+            tool_call(before + piece * (30_000 // len(piece)))
+    assert time.perf_counter() - start < 3
 
 
 # --- chat templates ---------------------------------------------------------------------------------------------------
@@ -413,7 +469,7 @@ def test_a_template_that_knows_tools_writes_them_and_their_answers(processor):
     episode = begin(with_template(processor, QWEN3), "zoom", max_seen=2000, with_image=False)
     prompt = processor.tokenizer.decode(episode.prompt.ids)
     assert prompt.startswith('<|im_start|>system\n# Tools\n{"') and prompt.endswith("assistant\n<think>\n")
-    assert turn(episode, call({}, "crop"))
+    assert turn(episode, "hm</think>" + call({}, "crop"))
     assert seen(episode) == "error: ValueError: there is no tool 'crop', only zoom"
     answered = processor.tokenizer.decode(episode.trajectory.ids[~episode.trajectory.loss_mask])
     want = f"\n<|im_start|>user\n<tool_response>\n{seen(episode)}\n</tool_response><|im_end|>\n"
