@@ -5,45 +5,83 @@ import re
 import unicodedata
 
 from grading.answers import MARKUP, answer_part, last_boxed, short_answer
+from parts.benchmarks.languages import (
+    ANSWER,
+    ARTICLE,
+    CHOOSE,
+    EAST_ASIAN,
+    IS,
+    NOT,
+    OPTION,
+    OR,
+    SO,
+    STATEMENTS,
+    SUBJECT,
+    TAKEN_BACK,
+    THING,
+    TRUE,
+)
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 # "A" and "I" before a word are no choices, unless the word cannot follow an article ("A because it is red"). Nor are
-# letters that begin a longer word ("C-shaped", "U.S.").
+# letters that begin a longer word ("C-shaped", "U.S."), except with a Turkish ending ("B'dir").
 _NO_NOUN = (
     r"(?i:is|was|are|does|has|because|since|as|due|based|given|for|and|or|but|not|with|which|where|while|when|in|on|by|"
-    r"to|from|than|according|if|so|here|rather|instead|the|this|it|we|there)\b"
+    r"to|from|than|according|if|so|here|rather|instead|the|this|it|we|there|fits|suits|seems|looks|weil|denn|car|parce|"
+    r"porque|pois|perché|want|omdat|ponieważ|çünkü|потому|vì|karena)\b"
 )
-_LETTER = rf"(?<![A-Za-z\d])(?:[B-HJ-Z]|[AI](?![ \t]+(?!{_NO_NOUN})[A-Za-z]))(?![A-Za-z\d'’+#]|-[A-Za-z]|\.[A-Z]\b)"
-_OPEN = r"(?:\\boxed\s*+\{|(?i:\b(?:option|choice|letter)\b)|[\s$_(\[{\"':\\])*+"  # what may precede a letter
-_CLOSE = r"[$_)\]}\"'.]*+"
-_END = r"[$_)\]}\"']*\s*(?:[.,;:!\n]|\Z)"  # of a phrase, after the letter
-_ANY_CASE = rf"{_LETTER}|(?<![A-Za-z\d])[a-z](?={_END})"
-_IS = r"(?:\s*+(?:[:=]|(?i:\b(?:is|be|would|should|must|the|therefore|thus)\b)))*+"
-_RIGHT = r"(?:the )?(?:(?:correct|right|best)(?: (?:answer|option|choice|one))?|answer)"
-_JOIN = r"(?:[,;/&|、或和]|(?i:\b(?:or|and|maybe|perhaps|possibly|probably)\b))"
+_NO_SUFFIX = r"(?!['’](?!d[iıuü]r))"
+_LETTER = (
+    rf"(?<![A-Za-z\d])(?:[B-HJ-Z]|[AI](?![ \t]+(?!{_NO_NOUN})[A-Za-z]))"
+    rf"(?![A-Za-z\d+#]|-[A-Za-z]|\.[A-Z]\b){_NO_SUFFIX}"
+)
+_OPEN = r"(?:\\boxed\s*+\{|(?i:\b(?:option|choice|letter)\b)|[\s$_(\[{\"':\\「『【]){0,30}+"  # what may precede a letter
+_CLOSE = r"[$_)\]}\"'.」』】]*+"
+_END = r"[$_)\]}\"']*\s*(?:[.,;:!\n。、]|\Z)"  # of a phrase, after the letter
+_ANY_CASE = rf"(?:{_LETTER}|(?<![A-Za-z\d])[a-z](?={_END}))"
+_JOIN = rf"(?:[,;/&|、或和か]|(?i:\b(?:{OR})\b))"
+_RIGHT = rf"(?i:(?:(?:{ARTICLE}|[ao]) )?(?:(?:{TRUE})\b(?: (?:{ANSWER}|{SUBJECT})\b)?|(?:{ANSWER})\b(?: (?:{TRUE})\b)?))"
 _HEDGE = re.compile(  # "A or B", "(A), (B)", "A. cat or B. dog", but not "B, C" in "The answer is B, C is too dark"
     rf"(?:{_ANY_CASE})(?:{_CLOSE}(?:{_OPEN}{_CLOSE}{_JOIN}{_CLOSE}{_OPEN})+(?:{_LETTER}|\b[b-z]\b(?!['’]))"
-    rf"(?!{_CLOSE}\s+(?:is|was|does|has|shows)\b(?!\s+{_RIGHT})))+"
+    rf"(?!{_CLOSE}\s+(?:is|was|does|has|shows|fits|matches|works|suits|seems|looks)\b(?!\s+{_RIGHT})))+"
     rf"|{_LETTER}[.):][^\n.]{{1,60}}?(?:\bor\b|或)\s*\(?{_LETTER}(?=[.):])"
 )
 _MORE = functools.reduce(lambda rest, letter: rf"(?:\n\W*{letter}[.):].*{rest})?", "JIHGFEDC", "")
 _OPTIONS = re.compile(rf"^[^\w\n]*A[.):].*\n\W*B[.):].*{_MORE}", re.MULTILINE)  # the lines "A. cat", "B. dog", …
+
+# "the answer, in short, is": a noun, a few words that deny nothing, and "is" in the same language, or a sign
+_WORDS = rf"(?:,? (?!(?i:{NOT})\b)(?![A-Z]\b)\w++){{0,5}},?"
+_STATED = "|".join(
+    rf"(?i:{answer}|{other})\b{_WORDS}(?:\s*[:=]| [-–—] |\s(?i:{be})\b)" for answer, other, be in STATEMENTS
+)
+_FILLER = (  # what may follow: "therefore", "clearly", "la letra", "point"
+    rf"(?:[\s,:=]|(?i:\b(?:be|would|should|must|\w{{1,20}}ly|{SO}|{ARTICLE}|{ANSWER}|{SUBJECT}|{THING})\b|\bl['’])"
+    r"|\b[ao](?= [B-Z]\b| \w{3})){0,12}+"
+)
+_NOT_BEFORE = r"(?<!not )(?<!n't )(?<!never )(?<!\bno )(?<!não )(?<!non )(?<!не )(?<!không )(?<!nie )(?<!不)(?<!不应)(?<!不能)"
+_WRONG_BEFORE = r"(?<!wrong )(?<!incorrect )(?<!false )(?<!falsche )(?<!错误)(?<!錯誤)(?<!yanlış )"
+_TAKEN_BACK = rf"[$_)\]}}\"']*+ ?(?i:{TAKEN_BACK}|\b(?:{IS}) (?:{NOT})\b|\b(?:no|não|non) (?:{IS})\b)"  # "B is wrong"
 _CHOICES = (  # strongest evidence first
     rf"\\boxed\s*+\{{{_OPEN}({_LETTER})(?=[\s$_)\]\"'.]*\}}|[.):,]\s)",  # a letter, or "B. cat", in a box
     # "the answer is B", "I choose B", "the right one is B", "答案是B", or "B is correct"
-    r"(?:(?i:\banswer\b|(?<!not )(?<!n't )(?<!never )\b(?:choose|select|pick|go with|say)\b)"
-    rf"|(?i:\b(?:one|option|choice|letter) is\b)|(?<!不)(?:答案|选项?|选择|而是)[是为应选]*){_IS}{_OPEN}({_ANY_CASE})"
-    rf"|({_LETTER}){_CLOSE}\s*(?:(?:选项)?是?正确|is {_RIGHT}(?={_END}|\s+{_NO_NOUN}))",
-    rf"(?i:\b(?:it|that)(?:['’]s| is)\b){_IS}{_OPEN}({_LETTER})(?={_END})",
+    rf"{_NOT_BEFORE}{_WRONG_BEFORE}(?:\b(?:{_STATED}|(?i:{ANSWER}|{CHOOSE})\b)|{EAST_ASIAN}){_FILLER}{_OPEN}({_ANY_CASE})"
+    rf"(?!{_TAKEN_BACK})"
+    rf"|({_LETTER}){_CLOSE}\s*(?:(?:选项|選項|번)?[是がは이가]?\s?(?:正确|正確|正解|正しい|정답|맞)"
+    rf"|(?i:{IS}) {_RIGHT}(?={_END}|\s+{_NO_NOUN}))",
+    # "it is B", "so B", or "B fits better"
+    rf"(?:(?i:\b(?:it|that)(?:['’]s| is)\b|\b(?:{SO})\b)|所以|因此|よって|따라서){_FILLER}{_OPEN}({_LETTER})(?={_END})"
+    rf"|(?<!or )(?<!and )({_LETTER}){_CLOSE} (?:fits|matches|works|suits|(?:is|seems|looks)(?: the)?(?: (?:better|best|closer"
+    rf"|closest|more likely|most likely)))(?: (?:better|best|fit|match|choice|option|answer|one))*(?={_END}|\s+{_NO_NOUN})",
     rf"\\boxed\s*+\{{{_OPEN}([a-z])[\s$_)\]\"'.]*\}}",
     r"\A[\W_]*([A-Za-z])[\W_]*\Z",  # a single letter
     r"\n(?:[^\w\n]|_)*([A-Z])[\W_]*\Z",  # the last line is a single letter
     r"\A[\s_]*(?=\([A-Z]\)|[A-Z]_*[.):])\(?([A-Z])(?!\.[A-Z]\b)",  # it starts with "X.", "X)", "X:" or "(X)"
     r"\(([A-Z])\)",
-    r"(?i:\b(?:option|choice)\b)[\s:(\[]*([A-Z])\b(?!['’])",
+    rf"(?i:\b(?:{OPTION})\b)[\s:(\[]*([A-Z])\b{_NO_SUFFIX}(?!{_TAKEN_BACK})",
     r"\A\W*([A-Z])(?=\s*(?:[\n,;:–—]|-(?!\w)|\Z))",
     r"\A\W*([B-H])\b(?!['’]|-\w|\s+[A-Z]\b)",  # "B a red bus", but not "A red bus"
 )
+_COMPILED = [re.compile(pattern) for pattern in _CHOICES]
 
 
 def extract_choice(completion: str) -> str | None:
@@ -58,8 +96,9 @@ def chosen_letter(text: str) -> str | None:
     repeated list of the options does not count.
     """
     text = MARKUP.sub("", unicodedata.normalize("NFKC", text).replace("*", ""))
+    text = re.sub(r"[^\S\n]+", " ", text)
     text = _HEDGE.sub("…", _OPTIONS.sub("", text)).strip()
-    found = (list(re.finditer(pattern, text)) for pattern in _CHOICES)
+    found = (list(pattern.finditer(text)) for pattern in _COMPILED)
     return next((matches[-1][matches[-1].lastindex].upper() for matches in found if matches), None)
 
 
@@ -74,7 +113,7 @@ def whole_number(text: str) -> int | None:
     answer = answer.replace("\\,", "").replace("{,}", ",").replace("−", "-")
     answer = re.sub(r"\\(?:text|mathrm|mathbf|boldsymbol)\b|\\[%$;:! ]|\^\\circ|\^\{\\circ\}", "", answer)
     if last_boxed(text) is not None:
-        alone = re.fullmatch(r"[${(\s]*(-?\d[\d,]*(?:\.\d+)?)[^\d\\/^!*+×·]*", answer.rpartition("=")[2])
+        alone = re.fullmatch(r"[${(\s]*(-?\d[\d,]*+(?:\.\d+)?)[^\d\\/^!*+×·]*", answer.rpartition("=")[2])
         number = alone and alone[1]
     else:
         found = re.finditer(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?!\w)", answer)
