@@ -11,6 +11,7 @@ from parts.benchmarks.languages import (
     CHOOSE,
     EAST_ASIAN,
     IS,
+    IT_IS,
     NOT,
     OPTION,
     OR,
@@ -20,6 +21,7 @@ from parts.benchmarks.languages import (
     TAKEN_BACK,
     THING,
     TRUE,
+    WRONG,
 )
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -35,12 +37,16 @@ _LETTER = (
     rf"(?<![A-Za-z\d])(?:[B-HJ-Z]|[AI](?![ \t]+(?!{_NO_NOUN})[A-Za-z]))"
     rf"(?![A-Za-z\d+#]|-[A-Za-z]|\.[A-Z]\b){_NO_SUFFIX}"
 )
-_OPEN = r"(?:\\boxed\s*+\{|(?i:\b(?:option|choice|letter)\b)|[\s$_(\[{\"':\\「『【]){0,30}+"  # what may precede a letter
+_OPEN = (
+    r"(?:\\boxed\s*+\{|(?i:\b(?:option|choice|letter)\b)|[\s$_(\[{\"':\\「『【]){0,30}+"  # what may precede a letter
+)
 _CLOSE = r"[$_)\]}\"'.」』】]*+"
 _END = r"[$_)\]}\"']*\s*(?:[.,;:!\n。、]|\Z)"  # of a phrase, after the letter
 _ANY_CASE = rf"(?:{_LETTER}|(?<![A-Za-z\d])[a-z](?={_END}))"
-_JOIN = rf"(?:[,;/&|、或和か]|(?i:\b(?:{OR})\b))"
-_RIGHT = rf"(?i:(?:(?:{ARTICLE}|[ao]) )?(?:(?:{TRUE})\b(?: (?:{ANSWER}|{SUBJECT})\b)?|(?:{ANSWER})\b(?: (?:{TRUE})\b)?))"
+_JOIN = rf"(?:[,;/&|、或和か]|または|あるいは|또는|혹은|(?i:\b(?:{OR})\b))"
+_RIGHT = (
+    rf"(?i:(?:(?:{ARTICLE}|[ao]) )?(?:(?:{TRUE})\b(?: (?:{ANSWER}|{SUBJECT})\b)?|(?:{ANSWER})\b(?: (?:{TRUE})\b)?))"
+)
 _HEDGE = re.compile(  # "A or B", "(A), (B)", "A. cat or B. dog", but not "B, C" in "The answer is B, C is too dark"
     rf"(?:{_ANY_CASE})(?:{_CLOSE}(?:{_OPEN}{_CLOSE}{_JOIN}{_CLOSE}{_OPEN})+(?:{_LETTER}|\b[b-z]\b(?!['’]))"
     rf"(?!{_CLOSE}\s+(?:is|was|does|has|shows|fits|matches|works|suits|seems|looks)\b(?!\s+{_RIGHT})))+"
@@ -55,21 +61,21 @@ _STATED = "|".join(
     rf"(?i:{answer}|{other})\b{_WORDS}(?:\s*[:=]| [-–—] |\s(?i:{be})\b)" for answer, other, be in STATEMENTS
 )
 _FILLER = (  # what may follow: "therefore", "clearly", "la letra", "point"
-    rf"(?:[\s,:=]|(?i:\b(?:be|would|should|must|\w{{1,20}}ly|{SO}|{ARTICLE}|{ANSWER}|{SUBJECT}|{THING})\b|\bl['’])"
-    r"|\b[ao](?= [B-Z]\b| \w{3})){0,12}+"
+    rf"(?:[\s,:=]|(?i:\b(?:be|would|should|must|most|\w{{1,20}}ly|{SO}|{ARTICLE}|{ANSWER}|{SUBJECT}|{THING})\b|\bl['’])"
+    r"|\b[ao](?= [A-Z]\b| \w{3})){0,12}+"
 )
-_NOT_BEFORE = r"(?<!not )(?<!n't )(?<!never )(?<!\bno )(?<!não )(?<!non )(?<!не )(?<!không )(?<!nie )(?<!不)(?<!不应)(?<!不能)"
-_WRONG_BEFORE = r"(?<!wrong )(?<!incorrect )(?<!false )(?<!falsche )(?<!错误)(?<!錯誤)(?<!yanlış )"
+_NOT_BEFORE = r"(?<!not )(?<!n't )(?<!never )(?<!\bno )(?<!não )(?<!non )(?<!не )(?<!không )(?<!nie )(?<!不[应應能该該])(?<![不别別])"
+_WRONG_BEFORE = "".join(rf"(?<!{word})" for word in WRONG.split("|"))
 _TAKEN_BACK = rf"[$_)\]}}\"']*+ ?(?i:{TAKEN_BACK}|\b(?:{IS}) (?:{NOT})\b|\b(?:no|não|non) (?:{IS})\b)"  # "B is wrong"
 _CHOICES = (  # strongest evidence first
     rf"\\boxed\s*+\{{{_OPEN}({_LETTER})(?=[\s$_)\]\"'.]*\}}|[.):,]\s)",  # a letter, or "B. cat", in a box
     # "the answer is B", "I choose B", "the right one is B", "答案是B", or "B is correct"
     rf"{_NOT_BEFORE}{_WRONG_BEFORE}(?:\b(?:{_STATED}|(?i:{ANSWER}|{CHOOSE})\b)|{EAST_ASIAN}){_FILLER}{_OPEN}({_ANY_CASE})"
     rf"(?!{_TAKEN_BACK})"
-    rf"|({_LETTER}){_CLOSE}\s*(?:(?:选项|選項|번)?[是がは이가]?\s?(?:正确|正確|正解|正しい|정답|맞)"
+    rf"|({_LETTER}){_CLOSE}\s*(?:(?:选项|選項|项|項|번)?[是がは이가은는]?\s?(?:正确|正確|正解|正しい|を選|정답|맞)"
     rf"|(?i:{IS}) {_RIGHT}(?={_END}|\s+{_NO_NOUN}))",
     # "it is B", "so B", or "B fits better"
-    rf"(?:(?i:\b(?:it|that)(?:['’]s| is)\b|\b(?:{SO})\b)|所以|因此|よって|따라서){_FILLER}{_OPEN}({_LETTER})(?={_END})"
+    rf"(?:(?<!if )(?<!whether )\b(?i:{IT_IS}|{SO})\b|所以|因此|よって|따라서){_FILLER}{_OPEN}({_LETTER})(?={_END})"
     rf"|(?<!or )(?<!and )({_LETTER}){_CLOSE} (?:fits|matches|works|suits|(?:is|seems|looks)(?: the)?(?: (?:better|best|closer"
     rf"|closest|more likely|most likely)))(?: (?:better|best|fit|match|choice|option|answer|one))*(?={_END}|\s+{_NO_NOUN})",
     rf"\\boxed\s*+\{{{_OPEN}([a-z])[\s$_)\]\"'.]*\}}",
@@ -78,8 +84,9 @@ _CHOICES = (  # strongest evidence first
     r"\A[\s_]*(?=\([A-Z]\)|[A-Z]_*[.):])\(?([A-Z])(?!\.[A-Z]\b)",  # it starts with "X.", "X)", "X:" or "(X)"
     r"\(([A-Z])\)",
     rf"(?i:\b(?:{OPTION})\b)[\s:(\[]*([A-Z])\b{_NO_SUFFIX}(?!{_TAKEN_BACK})",
+    rf"\b(?i:(?:it|that) (?:must|should|would|has to) be)\b{_FILLER}{_OPEN}({_LETTER})(?={_END})",
     r"\A\W*([A-Z])(?=\s*(?:[\n,;:–—]|-(?!\w)|\Z))",
-    r"\A\W*([B-H])\b(?!['’]|-\w|\s+[A-Z]\b)",  # "B a red bus", but not "A red bus"
+    rf"\A\W*([B-H])\b(?!['’]|-\w|\s+[A-Z]\b)(?!{_TAKEN_BACK})",  # "B a red bus", but not "A red bus"
 )
 _COMPILED = [re.compile(pattern) for pattern in _CHOICES]
 

@@ -1,8 +1,8 @@
 """Words, as regular expressions, with which models state a choice in languages other than English, too."""
 
 STATEMENTS = (  # in each language: "answer", other nouns that may be the subject, and "is"
-    ("answer", "option|choice|letter|one|solution", "is|was|be"),
-    ("antwort", "option|möglichkeit|lösung|buchstabe", "ist|wäre|lautet"),
+    ("answer", "option|choice|letter|one|solution|statement|match|correct", "is|was|be"),
+    ("antwort", "option|möglichkeit|lösung|buchstabe|richtig|korrekt", "ist|wäre|lautet"),
     ("réponse", "option|choix|proposition|lettre", "est|serait"),
     ("respuesta", "opción|alternativa|letra", "es|sería"),
     ("resposta", "opção|alternativa|letra", "é|és|seria"),
@@ -24,7 +24,7 @@ STATEMENTS = (  # in each language: "answer", other nouns that may be the subjec
 )
 ANSWER, SUBJECT, _ = ("|".join(column) for column in zip(*STATEMENTS))
 EAST_ASIAN = (  # these are not separated from what follows
-    "(?:答案|选项?|選項?|选择|選擇|選択肢|答え|解答|回答|正解|正答|而是|정답|답안?|선택지|보기|คำตอบ)"
+    "(?:答案|选项?|選項?|选择|選擇|選択肢|答え|解答|回答|正解|正答|而是|(?:正しい|適切な|適当な)のは|정답|답안?|선택지|보기|คำตอบ)"
     r"(?:\s?(?:应该|應該|应当|[是为為应應选選はがも은는이가]|คือ)){0,4}"
 )
 OPTION = (
@@ -32,20 +32,25 @@ OPTION = (
     "pilihan|الخيار|گزینه|विकल्प"
 )
 CHOOSE = (
-    "choose|select|pick|go with|say|wähle|choisis|elijo|escolho|scelgo|aleg|kies|väljer|velger|wybieram|vybírám|выбираю|"
+    "choose|chose|select|pick|go with|going with|say|wähle|choisis|elijo|escolho|scelgo|aleg|kies|väljer|velger|wybieram|vybírám|выбираю|"
     "обираю|chọn|pilih"
 )
 THING = (  # what a letter names: "point C", but not "vitamin C"
     "point|figure|image|picture|photo|panel|graph|diagram|plot|chart|curve|line|region|shape|statement|item|label|punkt|"
     "bild|abbildung|figura|punto|ponto|imagen|imagem|immagine|punt|figuur|rysunek|nokta|şekil|рисунок|точка|hình|điểm"
 )
-SO = "so|thus|hence|therefore|then|donc|alors|daher|somit|portanto|quindi|dunque|dus|więc|zatem|поэтому|значит|vậy"
+IT_IS = r"(?:it|that)(?:['’]s| is)|(?:that|which) leaves"
+SO = "but|sondern|sino|definitely|certainly|clearly|obviously|so|thus|hence|therefore|then|donc|alors|daher|somit|portanto|quindi|dunque|dus|więc|zatem|поэтому|значит|vậy"
 ARTICLE = "the|la|le|el|il|lo|die|der|das|de|het|den|phải"
 IS = "is|was|ist|est|es|está|é|è|jest|är|là|adalah|является|это"  # none that means something else in another language
 NOT = (
     "not|never|neither|nor|cannot|no|none|if|whether|unless|except|nicht|keine?|weder|pas|jamais|nunca|non|não|nu|niet|"
     "geen|inte|ikke|nie|není|nem|değil|не|нет|ні|δεν|không|bukan|ليست?|نیست|नहीं|(?:wrong|false|falsch|fauss|mauvais|falsa|"
     r"incorre|errad|errat|sbagliat|fout|onjuist|błędn|yanlış|неправильн|неверн|salah|خاطئ)\w*"
+)
+WRONG = (  # before a noun
+    "wrong |incorrect |false |alsche |mauvaise |foute |onjuiste |błędna |iepoprawna |anlış |неправильный |неверный |错误|"
+    "錯誤|틀린 |오"
 )
 TRUE = (
     r"(?:right|richtig|correc|korrekt|corret|juist|goed|poprawn|prawidłow|doğru|верн|правильн|správn|rätt|riktig)\w*|best|"
