@@ -101,7 +101,7 @@ _SCIENTIFIC = re.compile(
 )
 # A capital A is a letter, not an article, after a word ("influenza A virus"), and before a letter or a conjunction.
 _ARTICLE = re.compile(r"\b(?:(?i:an|the)|a|(?<!\w )A(?! (?:[A-Za-z]|and|or|vs|is)\b)) (?=\w)")
-MARKUP = re.compile(r"</?[a-z][a-z\d]*(?:\s+[\w-]+\s*=[^<>]*)?\s*/?>|\\(?:text|math)[a-z]*(?=\s*\{)", re.IGNORECASE)
+MARKUP = re.compile(r"</?[a-z][a-z\d]*(?:\s+[\w-]+\s*=[^<>]*+)?\s*/?>|\\(?:text|math)[a-z]*(?=\s*\{)", re.IGNORECASE)
 _ONES, _TENS = "one|two|three|four|five|six|seven|eight|nine", "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
 _TEENS = "ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen|eighteen|nineteen"
 _VALUES = {word: value for value, word in enumerate(f"zero|{_ONES}|{_TEENS}".split("|"))}
@@ -247,5 +247,5 @@ def short_answer(text: str) -> tuple[str, bool]:
     text = re.sub(r"(?<![\w)])\*\*|\*\*(?![\w(])", "", text)  # bold type, but not x**2
     if (boxed := last_boxed(text)) is not None:
         return boxed.strip(), True
-    stated = re.findall(r"(?i:\banswer)\s*(?:(?i:is)|:)\s*:?\s*(.+)", text)
+    stated = re.findall(r"(?i:\banswer)\s*(?:(?i:is)|:)\s*+:?\s*+(.+)", text)
     return (stated[-1] if stated else text).strip().rstrip(".").strip(), bool(stated)

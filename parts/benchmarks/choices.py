@@ -13,6 +13,7 @@ from parts.benchmarks.languages import (
     IS,
     IT_IS,
     NOT,
+    NOT_BEFORE,
     OPTION,
     OR,
     SO,
@@ -21,7 +22,6 @@ from parts.benchmarks.languages import (
     TAKEN_BACK,
     THING,
     TRUE,
-    WRONG,
 )
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -37,9 +37,8 @@ _LETTER = (
     rf"(?<![A-Za-z\d])(?:[B-HJ-Z]|[AI](?![ \t]+(?!{_NO_NOUN})[A-Za-z]))"
     rf"(?![A-Za-z\d+#]|-[A-Za-z]|\.[A-Z]\b){_NO_SUFFIX}"
 )
-_OPEN = (
-    r"(?:\\boxed\s*+\{|(?i:\b(?:option|choice|letter)\b)|[\s$_(\[{\"':\\「『【]){0,30}+"  # what may precede a letter
-)
+# what may precede and follow a letter
+_OPEN = r"(?:\\boxed\s*+\{|(?i:\b(?:option|choice|letter)\b)|[\s$_(\[{\"':\\「『【]){0,30}+"
 _CLOSE = r"[$_)\]}\"'.」』】]*+"
 _END = r"[$_)\]}\"']*\s*(?:[.,;:!\n。、]|\Z)"  # of a phrase, after the letter
 _ANY_CASE = rf"(?:{_LETTER}|(?<![A-Za-z\d])[a-z](?={_END}))"
@@ -64,20 +63,22 @@ _FILLER = (  # what may follow: "therefore", "clearly", "la letra", "point"
     rf"(?:[\s,:=]|(?i:\b(?:be|would|should|must|most|\w{{1,20}}ly|{SO}|{ARTICLE}|{ANSWER}|{SUBJECT}|{THING})\b|\bl['’])"
     r"|\b[ao](?= [A-Z]\b| \w{3})){0,12}+"
 )
-_NOT_BEFORE = r"(?<!not )(?<!n't )(?<!never )(?<!\bno )(?<!não )(?<!non )(?<!не )(?<!không )(?<!nie )(?<!不[应應能该該])(?<![不别別])"
-_WRONG_BEFORE = "".join(rf"(?<!{word})" for word in WRONG.split("|"))
+_NOT_BEFORE = "".join(rf"(?<!{word})" for word in NOT_BEFORE.split("|"))
 _TAKEN_BACK = rf"[$_)\]}}\"']*+ ?(?i:{TAKEN_BACK}|\b(?:{IS}) (?:{NOT})\b|\b(?:no|não|non) (?:{IS})\b)"  # "B is wrong"
+_FITS = (
+    r"(?:fits|matches|works|suits|(?:is|seems|looks)(?: the)? (?:better|best|closer|closest|more likely|most likely))"
+    r"(?: (?:better|best|fit|match|choice|option|answer|one)){0,3}"
+)
 _CHOICES = (  # strongest evidence first
     rf"\\boxed\s*+\{{{_OPEN}({_LETTER})(?=[\s$_)\]\"'.]*\}}|[.):,]\s)",  # a letter, or "B. cat", in a box
     # "the answer is B", "I choose B", "the right one is B", "答案是B", or "B is correct"
-    rf"{_NOT_BEFORE}{_WRONG_BEFORE}(?:\b(?:{_STATED}|(?i:{ANSWER}|{CHOOSE})\b)|{EAST_ASIAN}){_FILLER}{_OPEN}({_ANY_CASE})"
+    rf"{_NOT_BEFORE}(?:\b(?:{_STATED}|(?i:{ANSWER}|{CHOOSE})\b)|{EAST_ASIAN}){_FILLER}{_OPEN}({_ANY_CASE})"
     rf"(?!{_TAKEN_BACK})"
     rf"|({_LETTER}){_CLOSE}\s*(?:(?:选项|選項|项|項|번)?[是がは이가은는]?\s?(?:正确|正確|正解|正しい|を選|정답|맞)"
     rf"|(?i:{IS}) {_RIGHT}(?={_END}|\s+{_NO_NOUN}))",
     # "it is B", "so B", or "B fits better"
     rf"(?:(?<!if )(?<!whether )\b(?i:{IT_IS}|{SO})\b|所以|因此|よって|따라서){_FILLER}{_OPEN}({_LETTER})(?={_END})"
-    rf"|(?<!or )(?<!and )({_LETTER}){_CLOSE} (?:fits|matches|works|suits|(?:is|seems|looks)(?: the)?(?: (?:better|best|closer"
-    rf"|closest|more likely|most likely)))(?: (?:better|best|fit|match|choice|option|answer|one))*(?={_END}|\s+{_NO_NOUN})",
+    rf"|(?<!or )(?<!and )({_LETTER}){_CLOSE} {_FITS}(?={_END}|\s+{_NO_NOUN})",
     rf"\\boxed\s*+\{{{_OPEN}([a-z])[\s$_)\]\"'.]*\}}",
     r"\A[\W_]*([A-Za-z])[\W_]*\Z",  # a single letter
     r"\n(?:[^\w\n]|_)*([A-Z])[\W_]*\Z",  # the last line is a single letter
@@ -88,7 +89,6 @@ _CHOICES = (  # strongest evidence first
     r"\A\W*([A-Z])(?=\s*(?:[\n,;:–—]|-(?!\w)|\Z))",
     rf"\A\W*([B-H])\b(?!['’]|-\w|\s+[A-Z]\b)(?!{_TAKEN_BACK})",  # "B a red bus", but not "A red bus"
 )
-_COMPILED = [re.compile(pattern) for pattern in _CHOICES]
 
 
 def extract_choice(completion: str) -> str | None:
@@ -105,7 +105,7 @@ def chosen_letter(text: str) -> str | None:
     text = MARKUP.sub("", unicodedata.normalize("NFKC", text).replace("*", ""))
     text = re.sub(r"[^\S\n]+", " ", text)
     text = _HEDGE.sub("…", _OPTIONS.sub("", text)).strip()
-    found = (list(pattern.finditer(text)) for pattern in _COMPILED)
+    found = (list(re.finditer(pattern, text)) for pattern in _CHOICES)
     return next((matches[-1][matches[-1].lastindex].upper() for matches in found if matches), None)
 
 

@@ -32,15 +32,18 @@ OPTION = (
     "pilihan|الخيار|گزینه|विकल्प"
 )
 CHOOSE = (
-    "choose|chose|select|pick|go with|going with|say|wähle|choisis|elijo|escolho|scelgo|aleg|kies|väljer|velger|wybieram|vybírám|выбираю|"
-    "обираю|chọn|pilih"
+    "choose|chose|select|pick|go with|going with|say|wähle|choisis|elijo|escolho|scelgo|aleg|kies|väljer|"
+    "velger|wybieram|vybírám|выбираю|обираю|chọn|pilih"
 )
 THING = (  # what a letter names: "point C", but not "vitamin C"
     "point|figure|image|picture|photo|panel|graph|diagram|plot|chart|curve|line|region|shape|statement|item|label|punkt|"
     "bild|abbildung|figura|punto|ponto|imagen|imagem|immagine|punt|figuur|rysunek|nokta|şekil|рисунок|точка|hình|điểm"
 )
 IT_IS = r"(?:it|that)(?:['’]s| is)|(?:that|which) leaves"
-SO = "but|sondern|sino|definitely|certainly|clearly|obviously|so|thus|hence|therefore|then|donc|alors|daher|somit|portanto|quindi|dunque|dus|więc|zatem|поэтому|значит|vậy"
+SO = (
+    "definitely|certainly|clearly|obviously|but|sondern|sino|so|thus|hence|therefore|then|donc|alors|daher|somit|portanto|"
+    "quindi|dunque|dus|więc|zatem|поэтому|значит|vậy"
+)
 ARTICLE = "the|la|le|el|il|lo|die|der|das|de|het|den|phải"
 IS = "is|was|ist|est|es|está|é|è|jest|är|là|adalah|является|это"  # none that means something else in another language
 NOT = (
@@ -48,9 +51,9 @@ NOT = (
     "geen|inte|ikke|nie|není|nem|değil|не|нет|ні|δεν|không|bukan|ليست?|نیست|नहीं|(?:wrong|false|falsch|fauss|mauvais|falsa|"
     r"incorre|errad|errat|sbagliat|fout|onjuist|błędn|yanlış|неправильн|неверн|salah|خاطئ)\w*"
 )
-WRONG = (  # before a noun
-    "wrong |incorrect |false |alsche |mauvaise |foute |onjuiste |błędna |iepoprawna |anlış |неправильный |неверный |错误|"
-    "錯誤|틀린 |오"
+NOT_BEFORE = (  # right before a noun or a verb; each is a lookbehind of fixed width
+    r"not |n't |never |\bno |não |non |не |không |nie |不|不[应應能该該]|别|別|wrong |incorrect |false |alsche |"
+    "mauvaise |foute |onjuiste |błędna |iepoprawna |anlış |неправильный |неверный |错误|錯誤|틀린 |오"
 )
 TRUE = (
     r"(?:right|richtig|correc|korrekt|corret|juist|goed|poprawn|prawidłow|doğru|верн|правильн|správn|rätt|riktig)\w*|best|"
