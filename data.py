@@ -446,10 +446,17 @@ def _checked_length(sample: Sample, processor: Processor, max_length: int | None
 # --- commands: parts/convert.py ---------------------------------------------------------------------------------------
 
 
-def main(_: object) -> None:
-    from parts.convert import launch
+def __getattr__(name: str) -> Any:
+    """Find `data.convert`, `data.Config`, its settings, and `data.launch`, which starts it and `show`, in their part."""
+    if name not in ("convert", "Config", "launch"):
+        raise AttributeError(f"data.py has no {name!r}")
+    from parts.convert import Config, convert, launch
 
-    launch()
+    return {"convert": convert, "Config": Config, "launch": launch}[name]
+
+
+def main(_: object) -> None:
+    __getattr__("launch")()
 
 
 if __name__ == "__main__":

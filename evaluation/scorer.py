@@ -20,7 +20,6 @@ from common.errors import CallFailed, CallLost, UserError, WorkerLost, check_cal
 from common.records import TAG, Rewards, Rollout, Sample, Span
 from config import RewardFlags, VerifierFlags
 from grading import answers
-from grading.calls import PARAMETERS, call, parameters, start_workers
 from inputs.images import decode_image
 from rewards import MAX_REWARD, format_reward, get_task
 
@@ -88,19 +87,26 @@ class Scorer:
             reward = self.built_in[task]
             if reward.__module__ != format_reward.__module__:
                 if name := plugins.name_of(reward):  # then the workers compute it, too
+                    from grading.calls import parameters
+
                     self._add_function(task, name, parameters(name))
                 else:
                     check_call(f"--task {task}: reward", reward, "completion=, answer=, question=, verifier=")
         self.verifier = start_math(flags) if "math" in self.weights else None
         self.threads = 8 if self.user_functions or "math" in self.weights else 1  # the others take microseconds
         self.threads = self.verifier.threads if self.verifier else self.threads
-        self.workers = start_workers(2, list(self.user_functions.values())) if self.user_functions else None
+        self.workers = self._start_workers() if self.user_functions else None
         self.reported: set[str] = set()  # functions of whose spans a note was printed
         own = get_task(self.task)
         self.format: Callable[[str], bool] | None = None  # the task's, if the reward depends on it, or it has its own
         if self.weights[self.task] and (own.format is not format_reward or own.template == rewards.THINK_ANSWER):
             self.format = functools.partial(own.verdict, "format")
         self.unscored_reason = ""  # why the most recent unscored completion has no reward
+
+    def _start_workers(self) -> Any:
+        from grading.calls import start_workers
+
+        return start_workers(2, list(self.user_functions.values()))
 
     @property
     def gold_task(self) -> str | None:
@@ -129,6 +135,8 @@ class Scorer:
             )
         if function in self.weights or function in (*self.built_in, *RESERVED):
             raise UserError(f"--reward {text}: a reward named {function!r} already exists; rename the function")
+        from grading.calls import PARAMETERS, call, start_workers
+
         try:
             found = call(start_workers(1, [PARAMETERS]), PARAMETERS, rewards.REWARD_TIMEOUT, {"name": name})
         except CallFailed as error:
