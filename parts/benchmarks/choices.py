@@ -124,13 +124,13 @@ def whole_number(text: str) -> int | None:
         number = alone and alone[1]
     else:
         found = re.finditer(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?!\w)", answer)
-        numbers = [match[0] for match in found if not _is_part(answer, *match.span())]
+        numbers = [match[0] for match in found if not is_part(answer, *match.span())]
         number = numbers[0 if explicit else -1] if numbers else None
     whole, _, decimals = (number or "").replace(",", "").partition(".")
     return None if not number or decimals.strip("0") else int(whole[:30])
 
 
-def _is_part(text: str, start: int, end: int) -> bool:
+def is_part(text: str, start: int, end: int) -> bool:
     """Return whether the number at text[start:end] is a part of a fraction, a power or a product with a symbol."""
     before = re.search(r"(?:[/^×·]\s*\{?|\\[A-Za-z]+\s*\{|\}\s*\{)\s*$", text[max(start - 20, 0) : start])
     after = re.match(r"\s*(?:[/^×·]|\\[A-Za-z])", text[end : end + 20])

@@ -21,7 +21,7 @@ from common.errors import UserError, dataclass, takes
 from common.records import Sample, Turn
 from grading import answers
 from inputs.rows import Locate, Problem, RowError, drop_images, place_images, resolve_image
-from parts.benchmarks.choices import LETTERS, chosen_letter, extract_choice, whole_number
+from parts.benchmarks.choices import LETTERS, chosen_letter, extract_choice, is_part, whole_number
 from rewards import mathematics, vqa_reward
 
 Row = dict[str, Any]
@@ -135,13 +135,32 @@ def mathvista_prompt(row: Row) -> str:
     return f"{text}\n\nAnswer with a {'whole number' if row['answer_type'] == 'integer' else row['answer_type']}."
 
 
+def question_with_choices(row: Row) -> str:
+    """Return the question, after its hint and with its choices (as MMBench and MMMU have them) unless it lists them."""
+    question, hint = str(row["question"]).strip(), row.get("hint")
+    if isinstance(hint, str) and hint.strip() and hint.strip() not in question:
+        question = f"{hint.strip()}\n\n{question}"
+    choices = choices_of(row)
+    if not choices and str(row.get("options") or "").strip() not in ("", "nan", "[]"):
+        raise RowError(f"column 'options' is no list of choices: {str(row['options'])[:40]!r}")
+    prefixes = [re.match(rf"\s*\(?{letter}[.):]\s*(?=\S)", choice) for letter, choice in zip(LETTERS, choices)]
+    if all(prefixes):  # "A. cat"
+        choices = [choice[prefix.end() :] for choice, prefix in zip(choices, prefixes)]
+    lines = zip(LETTERS, choices)
+    is_complete = all(re.search(rf"\b{letter}\W{{1,4}}{re.escape(choice)}", question) for letter, choice in lines)
+    return question if is_complete else f"{question}\n\n{lettered(choices)}"
+
+
 def choices_of(row: Row) -> list[str]:
-    """Return the choices of a row, or an empty list for a free-form question."""
-    choices = row.get("choices")
+    """Return the choices of a row, from `choices`, `options` or columns A, B, …; none for a free-form question."""
+    choices = row.get("choices", row.get("options"))
     if isinstance(choices, str):  # some tables store the list as text
         with contextlib.suppress(ValueError, SyntaxError):
             choices = ast.literal_eval(choices)  # reads Python's form and JSON's
-    return [str(choice) for choice in choices] if isinstance(choices, list) else []
+    if not isinstance(choices, list):
+        columns = choices if isinstance(choices, dict) else row
+        choices = [columns[letter] for letter in LETTERS if isinstance(columns.get(letter), str | int | float)]
+    return [str(choice) for choice in choices if choice == choice]  # NaN is an empty cell
 
 
 def precision(row: Row) -> int:
@@ -158,15 +177,28 @@ def normalise_mathvista(answer: str, row: Row) -> str | None:
     if choices := choices_of(row):
         return _match_choice(answer, choices)
     if row["answer_type"] == "list":
+        items = "".join((re.findall(r"\[([^\[\]]*)\]", answer) or [answer])[-1].split())
+        return f"[{', '.join(items.split(','))}]" if items else None
+    value = _only_number(answer)
+    if row["answer_type"] == "text" and (value is None or not re.match(r"[$(\s]*[-−.]?\d", answer)):
         return answer.strip() or None
-    number = re.sub(r"[$%°,]|\\[a-z]+\{[^{}]*\}|\\[()]", "", answer).strip()
-    match = re.match(r"[-−]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?!.*\d)", number)
-    if not match:
-        return (answer.strip() or None) if row["answer_type"] == "text" else None
-    value = float(match[0].replace("−", "-"))
-    if not math.isfinite(value):
+    if value is None or not math.isfinite(value):
         return None
     return str(int(value)) if row["answer_type"] == "integer" else str(round(value, precision(row)))
+
+
+def _only_number(answer: str) -> float | None:
+    """Return the only number in an answer, in an equation on the right-hand side; None if there are more, or none.
+
+    A fraction, a power or a product with a symbol is no number ("1/10", "3\\pi"), nor is the exponent of a unit.
+    """
+    text = re.sub(r"=\s*[-−]\s*(?=\d)", "=-", answer).rpartition("=")[2]
+    unit = r"\\(?:text|math)[a-z]*\s*\{[^{}\d]*\}(?:\^\{?\d\}?)?|(?<=[a-z])\^\{?\d\}?|\^\{?\\circ\}?|[$%°]"
+    text = re.sub(rf"{unit}|\\[,;:! ()]|(?<=\d),(?=\d{{3}}(?!\d))", "", text)
+    found = list(re.finditer(r"(?<![\w.])[-−]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", text))
+    if len(found) != 1 or is_part(text, *found[0].span()):
+        return None
+    return float(found[0][0].replace("−", "-"))
 
 
 def _match_choice(answer: str, choices: list[str]) -> str | None:
@@ -177,7 +209,13 @@ def _match_choice(answer: str, choices: list[str]) -> str | None:
     """
 
     def bare(text: str) -> str:
-        return re.sub(r"\^?\\circ|[$°{}\\]|\.$", "", text).strip().lower()
+        text = re.sub(r"\^?\\circ|[$°{}\\]|\.$", "", text).strip().lower().replace("−", "-")
+        return re.sub(r"=\s*-\s+(?=\d)", "=-", text)
+
+    def is_mentioned(choice: str) -> bool:  # but not as a part of another number: -10, 1/10, 10.5, 10^2
+        before = r"(?<![-–/^*×·])(?<![/^*×·] )(?<!\d[.,:])" if choice[:1].isdigit() else ""
+        after = r"(?! ?[/^*×·]|[.,:–-]\d)" if choice[-1:].isdigit() else ""
+        return bool(re.search(rf"(?<!\w){before}{re.escape(choice)}{after}(?!\w)", bare(answer)))
 
     by_letter = dict(zip(LETTERS, choices))
     bracketed = re.fullmatch(r"\s*\(([A-Z])\)\s*", answer)
@@ -188,7 +226,7 @@ def _match_choice(answer: str, choices: list[str]) -> str | None:
     letter = chosen_letter(answer)
     if letter in by_letter:
         return by_letter[letter]
-    mentioned = [choice for choice in choices if re.search(rf"(?<!\w){re.escape(bare(choice))}(?!\w)", bare(answer))]
+    mentioned = [choice for choice in choices if is_mentioned(bare(choice))]
     return mentioned[0] if len(mentioned) == 1 else None
 
 
@@ -251,6 +289,7 @@ BENCHMARKS = {
         ("question", "answer", "category", "l2_category"),
         "image",
         subset_columns=("category", "l2_category"),
+        prompt=question_with_choices,
     ),
     "mathvista": Benchmark(
         "AI4Math/MathVista@testmini",

@@ -31,6 +31,7 @@ from evaluate import Config
 from evaluation import benchmarks
 from evaluation.predictions import format_table
 from grading.answers import answer_part, short_answer
+from inputs.rows import RowError
 from parts.benchmarks.choices import chosen_letter, extract_choice, whole_number
 from parts.benchmarks.saved import read_predictions
 from parts.benchmarks.scores import (
@@ -512,11 +513,65 @@ def test_mmstar_counts_every_l2_category_alike():
         (dict(answer_type="float", precision=2.0), "0.5", "0.5"),
         (dict(answer_type="float", precision=1.0), "1e400", None),
         (dict(answer_type="float", precision=1.0), "3.1 or 3.2", None),
-        (dict(answer_type="list"), "[1, 2]", "[1, 2]"),
+        *((dict(answer_type="list"), text, "[1, 2]") for text in ("[1, 2]", "[1,2]", "It is [ 1 ,2 ].", "1, 2")),
+        *(
+            (dict(answer_type="integer"), text, "9")
+            for text in ("12 - 3 = 9", "x = 9", "There are 9 apples.", "9 apples")
+        ),
+        *(
+            (dict(answer_type="integer"), text, "9")
+            for text in (r"9\,\text{cm}^2", "9 cm^2", r"9^\circ", r"9\%", "- 9")
+        ),
+        *((dict(answer_type="integer"), text, "-9") for text in ("x = -9", "x = − 9", "-9", "3 - 12 = -9")),
+        *(
+            (dict(answer_type="integer"), text, None)
+            for text in ("1/9", "9^2", r"9\pi", "1 1/9", "4,9", "12 - 3", "two")
+        ),
+        *((dict(answer_type="text"), text, text) for text in ("Model 3", "3 of 5", "Evelyn")),
+        *((dict(choices=["10", "3"]), text, "10") for text in ("It is 10.", "10 m", "10, not more", "x = 10")),
+        *(
+            (dict(choices=["10", "3"]), text, None)
+            for text in ("x = -10", "1/10", "1 / 10", "10.5", "10:30", "10^2", "5-10")
+        ),
+        *((dict(choices=["10", "-10"]), text, "-10") for text in ("It is -10 degrees", "x = − 10", "−10")),
+        (dict(choices=["1/10", "10"]), "It is 1/10", "1/10"),
     ],
 )
 def test_mathvista_normal_forms(row, answer, normalised):
     assert normalise_mathvista(answer, VISTA | row) == normalised
+
+
+CATS = "Which?\n\n(A) cat\n(B) dog\n\nAnswer with the letter of the right choice alone."
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        *(
+            (dict(options=options), CATS)
+            for options in ("['cat', 'dog']", '["cat", "dog"]', ["cat", "dog"], ["A. cat", "B) dog"])
+        ),
+        (dict(options={"A": "cat", "B": "dog"}), CATS),
+        (dict(A="cat", B="dog", C=float("nan"), D=None, hint="Look."), f"Look.\n\n{CATS}"),
+        (dict(options=["cat", "dog"], question="Which?\nA: cat, B: dog"), "Which?\nA: cat, B: dog"),
+        (
+            dict(options=["cat", "dog"], question="Cat or dog: cat, dog?"),
+            CATS.replace("Which?", "Cat or dog: cat, dog?"),
+        ),
+        (dict(hint=float("nan"), options=None), "Which?"),
+        (dict(options="[]", hint=""), "Which?"),
+    ],
+)
+def test_options_beside_the_question_are_in_the_prompt(row, prompt):
+    """As MMMU and MMBench have them."""
+    row = dict(question="Which?", answer="B", category="c", l2_category="l") | row
+    assert to_sample("mmstar", "row 1", row).prompt == prompt
+
+
+def test_options_that_cannot_be_read_are_refused():
+    row = dict(question="Which?", answer="B", category="c", l2_category="l", options="cat; dog")
+    with pytest.raises(RowError, match=r"^column 'options' is no list of choices: 'cat; dog'$"):
+        to_sample("mmstar", "row 1", row)
 
 
 @pytest.mark.parametrize("text", [r'["It\'s red", "It is"]', "['Red, \"a\"', 'It is']", '["a", "b"]'])
