@@ -10,6 +10,7 @@ from parts.benchmarks.languages import (
     ARTICLE,
     CHOOSE,
     EAST_ASIAN,
+    EAST_ASIAN_RIGHT,
     IS,
     IT_IS,
     NOT,
@@ -55,18 +56,22 @@ _MORE = functools.reduce(lambda rest, letter: rf"(?:\n\W*{letter}[.):].*{rest})?
 _OPTIONS = re.compile(rf"^[^\w\n]*A[.):].*\n\W*B[.):].*{_MORE}", re.MULTILINE)  # the lines "A. cat", "B. dog", …
 
 # "the answer, in short, is": a noun, a few words that deny nothing, and "is" in the same language, or a sign
-_WORDS = rf"(?:,? (?!(?i:{NOT})\b)(?![A-Z]\b)\w++){{0,5}},?"
+_WORDS = rf"(?:,? (?!(?i:{NOT})\b)(?![A-HJ-Z]\b)\w++){{0,5}},?"
 _STATED = "|".join(
     rf"(?i:{answer}|{other})\b{_WORDS}(?:\s*[:=]| [-–—] |\s(?i:{be})\b)" for answer, other, be in STATEMENTS
 )
 _FILLER = (  # what may follow: "therefore", "clearly", "la letra", "point"
-    rf"(?:[\s,:=]|(?i:\b(?:be|would|should|must|most|\w{{1,20}}ly|{SO}|{ARTICLE}|{ANSWER}|{SUBJECT}|{THING})\b|\bl['’])"
+    rf"(?:[\s,:=]|(?i:\b(?:be|would|should|must|most|\w{{1,20}}ly|I (?:believe|think|guess)|"
+    rf"{SO}|{ARTICLE}|{ANSWER}|{SUBJECT}|{THING})\b|\bl['’])"
     r"|\b[ao](?= [A-Z]\b| \w{3})){0,12}+"
 )
 _NOT_BEFORE = "".join(rf"(?<!{word})" for word in NOT_BEFORE.split("|"))
-_TAKEN_BACK = rf"[$_)\]}}\"']*+ ?(?i:{TAKEN_BACK}|\b(?:{IS}) (?:{NOT})\b|\b(?:no|não|non) (?:{IS})\b)"  # "B is wrong"
+_TAKEN_BACK = (
+    rf"[$_)\]}}\"']*+ ?(?i:{TAKEN_BACK}|\b(?:{IS}) (?:{NOT})\b|\b(?:no|não|non|nie) (?:{IS})\b)"  # "B is wrong"
+)
+_LIKELY = "better|best|closer|closest|(?:more|most) (?:likely|probable|plausible|accurate|appropriate|suitable|fitting)"
 _FITS = (
-    r"(?:fits|matches|works|suits|(?:is|seems|looks)(?: the)? (?:better|best|closer|closest|more likely|most likely))"
+    rf"(?:fits|matches|works|suits|wins|makes more sense|(?:is|seems|looks)(?: the)? (?:{_LIKELY}))"
     r"(?: (?:better|best|fit|match|choice|option|answer|one)){0,3}"
 )
 _CHOICES = (  # strongest evidence first
@@ -74,20 +79,19 @@ _CHOICES = (  # strongest evidence first
     # "the answer is B", "I choose B", "the right one is B", "答案是B", or "B is correct"
     rf"{_NOT_BEFORE}(?:\b(?:{_STATED}|(?i:{ANSWER}|{CHOOSE})\b)|{EAST_ASIAN}){_FILLER}{_OPEN}({_ANY_CASE})"
     rf"(?!{_TAKEN_BACK})"
-    rf"|({_LETTER}){_CLOSE}\s*(?:(?:选项|選項|项|項|번)?[是がは이가은는]?\s?(?:正确|正確|正解|正しい|を選|정답|맞)"
-    rf"|(?i:{IS}) {_RIGHT}(?={_END}|\s+{_NO_NOUN}))",
+    rf"|({_LETTER}){_CLOSE}\s*(?:{EAST_ASIAN_RIGHT}|(?i:{IS}) {_RIGHT}(?={_END}|\s+{_NO_NOUN}))",
     # "it is B", "so B", or "B fits better"
     rf"(?:(?<!if )(?<!whether )\b(?i:{IT_IS}|{SO})\b|所以|因此|よって|따라서){_FILLER}{_OPEN}({_LETTER})(?={_END})"
     rf"|(?<!or )(?<!and )({_LETTER}){_CLOSE} {_FITS}(?={_END}|\s+{_NO_NOUN})",
     rf"\\boxed\s*+\{{{_OPEN}([a-z])[\s$_)\]\"'.]*\}}",
-    r"\A[\W_]*([A-Za-z])[\W_]*\Z",  # a single letter
+    r"\A[\W_]*([A-Za-z])번?[\W_]*\Z",  # a single letter
     r"\n(?:[^\w\n]|_)*([A-Z])[\W_]*\Z",  # the last line is a single letter
     r"\A[\s_]*(?=\([A-Z]\)|[A-Z]_*[.):])\(?([A-Z])(?!\.[A-Z]\b)",  # it starts with "X.", "X)", "X:" or "(X)"
     r"\(([A-Z])\)",
     rf"(?i:\b(?:{OPTION})\b)[\s:(\[]*([A-Z])\b{_NO_SUFFIX}(?!{_TAKEN_BACK})",
     rf"\b(?i:(?:it|that) (?:must|should|would|has to) be)\b{_FILLER}{_OPEN}({_LETTER})(?={_END})",
     r"\A\W*([A-Z])(?=\s*(?:[\n,;:–—]|-(?!\w)|\Z))",
-    rf"\A\W*([B-H])\b(?!['’]|-\w|\s+[A-Z]\b)(?!{_TAKEN_BACK})",  # "B a red bus", but not "A red bus"
+    rf"\A\W*([B-H])\b(?!['’]|-\w|\s+[A-Z]\b|\s+vitamin)(?!{_TAKEN_BACK})",  # "B a red bus", but not "A red bus"
 )
 
 
@@ -104,6 +108,7 @@ def chosen_letter(text: str) -> str | None:
     """
     text = MARKUP.sub("", unicodedata.normalize("NFKC", text).replace("*", ""))
     text = re.sub(r"[^\S\n]+", " ", text)
+    text = re.sub(r"\b([A-Z])(\)?), (?=\(?\1\b)", r"\1\2. ", text)  # "of A and C, C is better"
     text = _HEDGE.sub("…", _OPTIONS.sub("", text)).strip()
     found = (list(re.finditer(pattern, text)) for pattern in _CHOICES)
     return next((matches[-1][matches[-1].lastindex].upper() for matches in found if matches), None)
