@@ -8,7 +8,7 @@ from inputs.rows import RowError
 REASONING = ("reasoning_content", "reasoning", "thinking", "think", "thought", "thoughts")
 TOOLS = ("tools", "functions", "tool_calls", "tool_call", "function_calls", "function_call")
 BESIDE = {*TOOLS, *REASONING}  # a turn
-TRAINED = ("loss", "loss_scale", "loss_weight", "weight", "train", "trainable")
+TRAINED = ("loss", "loss_mask", "loss_scale", "loss_weight", "weight", "train", "trainable")
 LABEL = re.compile("[a-zA-Z0-9_-]{1,20}")  # of a row, in a column such as "reasoning": "on", "spatial"
 is_refused = functools.lru_cache(  # by the name of a column
     re.compile(rf"(?i)((chat|conversation|dialog|dialogue)_)?history|{'|'.join(TOOLS)}").fullmatch

@@ -1,6 +1,7 @@
 """Images as base64, in a data: URL or alone: wrapped, percent-encoded, in the alphabet of URLs, without padding."""
 
 import base64
+import contextlib
 import re
 import urllib.parse
 
@@ -19,9 +20,11 @@ def decoded(image: object) -> object:
     text = next((value for value in values if isinstance(value, str) and ENCODED.match(value)), None)
     if text is None:
         return image
+    with contextlib.suppress(ValueError):  # most are written as they should be
+        return base64.b64decode(text.rpartition(",")[2], validate=True)
     text = urllib.parse.unquote(text).rpartition(",")[2]
     for written, meant in SPELLINGS:
-        text = text.replace(written, meant) if written in text else text
+        text = text.replace(written, meant)
     text = text.rstrip("=")
     try:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)

@@ -208,8 +208,9 @@ def _first_item(answer: object) -> object:
 def _pop_images(row: dict, name: str | None) -> list:
     """Pop the images in the column `name`, or "image", and in those that differ from it only in their number."""
     stem = re.sub(r"[ _-]?\d+$", "", name or "image") or name
-    matches = [re.fullmatch(rf"{re.escape(stem)}[ _-]?(\d*)", column) for column in row]
-    numbered = sorted((int(match[1] or 0), match[0]) for match in matches if match)
+    own = [column for column in row if column.startswith(stem)]
+    matches = [(re.fullmatch(r"[ _-]?(\d*)", column[len(stem) :]), column) for column in own]
+    numbered = sorted((int(match[1] or 0), column) for match, column in matches if match)
     return [image for _, column in numbered for image in _images(row.pop(column))]
 
 
