@@ -140,8 +140,9 @@ def _in_dict(value: dict) -> Iterator[Choice]:
         if not isinstance(text, str | int | float | None) or isinstance(text, bool):
             raise ValueError
         if carries(str(text)):
-            match = is_one(str(label).strip("()[].: "))
-            yield (match[1] if match else None), str(text).strip()
+            label = str(label).strip("()[].: ")
+            match = is_one(label)
+            yield (label if len(label) == 1 else match[1].upper()) if match and match[1] else None, str(text).strip()
 
 
 def _in_text(text: str) -> object:

@@ -26,6 +26,7 @@ def load(tmp_path, row: dict):
         [["A", "cat"], ["B", "dog"]],
         {"A": "cat", "B": "dog", "C": None},
         {"(A)": "cat", "(B)": "dog"},
+        {"option_a": "cat", "option_b": "dog"},
         {"label": ["A", "B"], "text": ["cat", "dog"]},  # CommonsenseQA
         [{"label": "A", "text": "cat"}, {"label": "B", "text": "dog"}],
         [{"id": 0, "content": "cat"}, {"id": 1, "content": "dog"}],
