@@ -447,7 +447,7 @@ def _checked_length(sample: Sample, processor: Processor, max_length: int | None
 
 
 def __getattr__(name: str) -> Any:
-    """Find `data.convert`, `data.Config`, its settings, and `data.launch`, which starts it and `show`, in their part."""
+    """Find `data.convert`, its settings `data.Config`, and `data.launch`, the command line, in parts/convert.py."""
     if name not in ("convert", "Config", "launch"):
         raise AttributeError(f"data.py has no {name!r}")
     from parts.convert import Config, convert, launch
