@@ -45,11 +45,12 @@ def math_answers(text: str) -> list[str]:
 
 # What stands before and behind the number of a sentence that states it. "3 or more" and "half of 6" state another one.
 _STATED = re.compile(
-    r"(?:\A|[=:]|\b(?:is|are|was|were|be|equals?|equal to|gives?|gets?|got|have|has|had|so|thus|hence|answer|total of"
-    r"|makes?|made|costs?|earn(?:s|ed)|spends?|spent|needs?|needed|pays?|paid|sold|sells?|bought|ate|takes?|took|lasts?"
-    r"|weighs?|saved))"
-    r"[\s$*\\]*(?:(?:exactly|only|just|about|approximately) )?\Z",
-    re.IGNORECASE,
+    r"""(?:\A | [=:] | \b(?:is|are|was|were|be|equals?|equal\ to|gives?|gets?|got|have|has|had|so|thus|hence|answer
+    | (?:total|speed|rate|length|width|height|distance|area|volume|cost|price)\ of
+    | makes?|made|costs?|earn(?:s|ed)|spends?|spent|needs?|needed|pays?|paid|sold|sells?|bought|ate|lasts?|weighs?|saved
+    | (?:takes?|took)(?:\ her|\ him|\ them|\ it)?))
+    [\s$*\\]*(?:(?:exactly|only|just|about|approximately)\ )?\Z""",
+    re.IGNORECASE | re.VERBOSE,
 )
 _END = re.compile(
     rf"\s*(?:(?:(?:square|cubic|such|possible|different|distinct|real|positive) )?{COUNTED.pattern})?"

@@ -2,21 +2,27 @@
 
 import re
 
-_GREEK = "alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|omega|pi|Delta|Omega"
-_FUNCTIONS = "a?(?:rc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|log|exp|sqrt|[dtc]?frac|binom|gcd|f?box(?:ed)?"
-_OTHERS = "times|cdot|div|pm|mp|infty|emptyset|cup|cap|in|le|ge|left|right|[lr](?:floor|ceil)|degree"
-_MATRIX = r"\\(?:begin|end)\{[pbv]?matrix\}"
-_LIMITS = r"\\lim_\{[a-z]\s*\\to\b[^{}]*\}|\\(?:int|sum|prod)(?:_(?:\{[^{}]*\}|\w)|\^(?:\{[^{}]*\}|\w))*"
-_NAME = r"[A-Za-z]_(?:\{\w+\}|\w)"  # x_1
 _TOKEN = re.compile(
-    rf"\s+|\d+(?:\.\d+)?|\.\d+|\\(?:{_GREEK}|{_FUNCTIONS}|{_OTHERS})(?![A-Za-z])|\\mathbb\{{[A-Z]\}}|{_MATRIX}|\\[\\{{}}%]"
-    rf"|{_NAME}|{_LIMITS}|(?<![A-Za-z])(?:and|or|[A-Za-z]{{1,2}})(?![A-Za-z\d_])|(?<=[{{(+*/^=\d])[A-Za-z]{{3,4}}(?=[)}}+*/^=])|(?<=\\log)_(?=\{{)|[-+*/^=<>(){{}}\[\],;:!|&]"
+    r"""\s+ | \d+(?:\.\d+)? | \.\d+ | [-+*/^=<>(){}\[\],;:!|&] | \\[\\{}%]
+    | (?:[A-Za-z]_|\\(?:epsilon|mu|rho|sigma|theta|lambda|omega)_)(?:\{\w+\}|\w) | (?<=\\log)_(?=\{)
+    | \\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|omega|pi|Delta|Omega)(?![A-Za-z])
+    | \\(?:a?(?:rc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|log|exp|sqrt|[dtc]?frac|binom|gcd|f?box(?:ed)?)(?![A-Za-z])
+    | \\(?:times|cdot|div|pm|mp|infty|emptyset|cup|cap|in|le|ge|left|right|[lr](?:floor|ceil)|degree)(?![A-Za-z])
+    | \\(?:begin|end)\{[pbv]?matrix\} | \\mathbb\{[A-Z]\}
+    | \\lim_\{[a-z]\s*\\to\b[^{}]*\} | \\(?:int|sum|prod)(?:[_^](?:\{[^{}]*\}|\w))*
+    | (?<![A-Za-z])(?:and|or|[A-Za-z]{1,2})(?![A-Za-z\d_])  # "xy" is a product; a digit behind it, as in H2O, is none
+    | (?<=[{(+*/^=\d])[A-Za-z]{3,4}(?=[)}+*/^=])  # within a formula, so is "GMm"
+    """,
+    re.VERBOSE,
 )
-# Of these tokens, what would be read as something else: "1 2", "2 h 30 min", dy/dx, A^T, f^{-1}(x), Roman numerals.
-_MISREAD = re.compile(
-    r"\d\s+[\d.]|(?<![\\A-Za-z])(?!or\b)[A-Za-z]{1,2}\s+\d|\\frac\{d[a-z]?\}\{d|(?<![A-Za-z])d[a-z]?\s*/\s*d[a-z]"
-    r"|\^\s*\{?T|\\\{[^}]*\\\{|(?<![\\A-Za-z])[A-Za-z](?:_\w)?\s*\^\s*\{-1\}\s*\("
-    r"|\A\(?(?:[IVX]{2,}|[IVXLCDM]*[IVX][IVXLCDM]+|[ivx]{2,})\)?\Z"
+_MISREAD = re.compile(  # of these tokens, what means something else
+    r"""\d\s+[\d.] | (?<![\\A-Za-z])(?!or\b)[A-Za-z]{1,2}\s+\d  # "1 2", "2 h 30 min"
+    | \\frac\{d[a-z]?\}\{d | (?<![A-Za-z])d[a-z]?\s*/\s*d[a-z]  # derivatives
+    | \^\s*\{?T | (?<![\\A-Za-z])[A-Za-z](?:_\w)?\s*\^\s*\{-1\}\s*\(  # a transpose, the inverse of a function
+    | \\\{[^}]*\\\{  # a set in a set
+    | \A\(?(?:[IVX]{2,}|[IVXLCDM]*[IVX][IVXLCDM]+|[ivx]{2,})\)?\Z  # Roman numerals; CD is a product
+    """,
+    re.VERBOSE,
 )
 
 

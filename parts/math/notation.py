@@ -7,46 +7,32 @@ from collections.abc import Callable
 from grading.answers import IN_WORDS, number_in_digits
 
 _GREEK = ("alpha", "beta", "gamma", "delta", "theta", "lambda", "rho", "sigma", "phi", "omega", "pi")
+_COMMANDS = (  # a sign and its name in LaTeX
+    "×times ·cdot ⋅cdot ±pm ∓mp √sqrt ∞infty ∅emptyset ∪cup ∩cap ∈in ∖setminus ≤le ≥ge ≦le ≧ge ⩽le ⩾ge ≠ne ≪ll ≫gg "
+    "≈approx ≅cong ≡equiv ∝propto →to °degree ºdegree ∠angle △triangle ∥parallel ⊥perp ⟨langle ⟩rangle ⌊lfloor ⌋rfloor "
+    "⌈lceil ⌉rceil ¬neg ∧wedge ∨vee ∘circ …ldots"
+)
 _LETTERS = {chr(i): unicodedata.name(chr(i), "").split() for i in range(0x391, 0x3CA)}  # Α to ω
 _SYMBOLS = str.maketrans(
-    {"°": "\\degree ", "º": "\\degree ", "℃": "\\degree C", "℉": "\\degree F"}
-    | dict.fromkeys("−‐‑‒–—", "-")
-    | {"×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "/", "∶": ":", "√": "\\sqrt ", "∛": "\\sqrt[3] "}
-    | {"∜": "\\sqrt[4] ", "∞": "\\infty ", "∅": "\\emptyset ", "∪": "\\cup ", "∩": "\\cap ", "±": "\\pm ", "∈": "\\in "}
-    | {"≤": "\\le ", "≥": "\\ge ", "≦": "\\le ", "≧": "\\ge ", "⩽": "\\le ", "⩾": "\\ge ", "≠": "\\ne ", "→": "\\to "}
-    | {"ℝ": "\\mathbb{R}", "∠": "\\angle ", "′": "'", "’": "'", "、": ", ", "或": " or ", "和": " and "}
-    | {"⟨": "\\langle ", "⟩": "\\rangle ", "⌊": "\\lfloor ", "⌋": "\\rfloor ", "⌈": "\\lceil ", "⌉": "\\rceil "}
+    {word[0]: f"\\{word[1:]} " for word in _COMMANDS.split()}
     | {
-        "∥": "\\parallel ",
-        "⊥": "\\perp ",
-        "≅": "\\cong ",
-        "≡": "\\equiv ",
-        "∝": "\\propto ",
-        "≪": "\\ll ",
-        "≫": "\\gg ",
-    }
-    | {
-        "¬": "\\neg ",
-        "∧": "\\wedge ",
-        "∨": "\\vee ",
-        "∘": "\\circ ",
-        "∓": "\\mp ",
-        "△": "\\triangle ",
-        "∖": "\\setminus ",
-    }
-    | {
-        "…": "\\ldots ",
-        "≈": "\\approx ",
-        "ℤ": "\\mathbb{Z}",
-        "ℕ": "\\mathbb{N}",
-        "ℚ": "\\mathbb{Q}",
-        "ℂ": "\\mathbb{C}",
-    }
-    | {
-        c: f"\\{(name[-1].lower() if c > 'Ω' else name[-1].capitalize())} "
+        c: f"\\{name[3].lower() if name[1] == 'SMALL' else name[3].title()} "
         for c, name in _LETTERS.items()
-        if len(name) == 4 and c not in "μΩ"
+        if len(name) == 4
     }
+    | {c: f"\\mathbb{{{letter}}}" for c, letter in zip("ℝℤℕℚℂ", "RZNQC")}
+    | dict.fromkeys("−‐‑‒–—", "-")
+    | {
+        "℃": "\\degree C",
+        "℉": "\\degree F",
+        "÷": "/",
+        "∶": ":",
+        "∛": "\\sqrt[3] ",
+        "∜": "\\sqrt[4] ",
+        "μ": "μ",
+        "Ω": "Ω",
+    }
+    | {"′": "'", "’": "'", "、": ", ", "或": " or ", "和": " and "}
 )
 _SYNONYMS = {"lnot": "neg", "land": "wedge", "lor": "vee", "dots": "ldots", "cdots": "ldots", "overrightarrow": "vec"}
 _SYNONYMS |= {"overline": "bar", "widehat": "hat", "pmod": "mod", "bmod": "mod", "lamda": "lambda"}
@@ -54,12 +40,15 @@ _FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|csc|sec|ln|log
 _MAGNITUDES = {"dozen": "12", "hundred": "10^{2}", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}"}
 _MAGNITUDES |= {"trillion": "10^{12}", "万": "10^{4}", "亿": "10^{8}"}
 _NESTED = r"\(((?:[^()]|\([^()]*\))*)\)"  # the parentheses of an argument
-_AMOUNT = rf"(\d[\d,]*(?:\.\d+)?(?:\s*(?:{'|'.join(_MAGNITUDES)}))?)"
+_AMOUNT = rf"(\d(?:[\d,]|\\!)*(?:\.\d+)?(?:\s*(?:{'|'.join(_MAGNITUDES)}))?)"
 _REWRITES: list[tuple[str, str | Callable[[re.Match], str]]] = [  # (pattern, replacement), applied in this order
     (r"\\f?box(?:ed)?(?![A-Za-z])\s*(?=[^\s{])", ""),
     (r"```\w*\n?|`|^#+\s|__", " "),
     (r"^\s*(?:答案|故选|选)\s*[是为选]?\s*:?", ""),
     (r"^\s*(?:=|≈|\\approx\b)", ""),
+    (r"\b(?:is equal to|equals)\b", "="),
+    (r"\\frac\s+(\d)\s+(\d)", r"\\frac{\1}{\2}"),
+    (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
     (r"\\(?:text|textrm|textbf|mathrm|mathbf|operatorname|mbox|rm|ce)\s*\{((?:[^{}]|\{[^{}]*\})*)\}", r" \1 "),
     (
         r"(?<![A-Za-z])C\((\d+),\s*(\d+)\)|(?:\{\})?\^\{?(\d+)\}?C_\{?(\d+)\}?",
@@ -73,7 +62,7 @@ _REWRITES: list[tuple[str, str | Callable[[re.Match], str]]] = [  # (pattern, re
         r"\\begin{pmatrix}\1\\end{pmatrix}",
     ),
     (r"(?<!\\)\\[,;: ]|\\q?quad\b|~", " "),
-    (r"\^\s*\{?\s*\\(?:circ|degree)\b\s*\}?|\\degree\b", r"\\degree "),
+    (r"\^\s*\{?\s*\\(?:circ|degree)\b\s*\}?|\\(?:text)?degree\b", r"\\degree "),
     (r"\\degree\s*(?=[,;])", ""),  # of several angles, the last one names the unit
     (r"(?<!\\)\bdegrees?\s+(C|F)(?:elsius|ahrenheit)?\b", r"\\degree \1"),
     (r"\s*(?:\\?%|\b(?:percent|per cent|pct)\b)", r"\\%"),
