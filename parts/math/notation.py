@@ -10,32 +10,18 @@ _GREEK = ("alpha", "beta", "gamma", "delta", "theta", "lambda", "rho", "sigma", 
 _COMMANDS = (  # a sign and its name in LaTeX
     "×times ·cdot ⋅cdot ±pm ∓mp √sqrt ∞infty ∅emptyset ∪cup ∩cap ∈in ∖setminus ≤le ≥ge ≦le ≧ge ⩽le ⩾ge ≠ne ≪ll ≫gg "
     "≈approx ≅cong ≡equiv ∝propto →to °degree ºdegree ∠angle △triangle ∥parallel ⊥perp ⟨langle ⟩rangle ⌊lfloor ⌋rfloor "
-    "⌈lceil ⌉rceil ¬neg ∧wedge ∨vee ∘circ …ldots"
+    "⌈lceil ⌉rceil ¬neg ∧wedge ∨vee ∘circ …ldots αalpha βbeta γgamma δdelta εepsilon θtheta λlambda ρrho σsigma τtau "
+    "φphi ωomega πpi ΓGamma ΔDelta ΘTheta ΛLambda ΣSigma ΦPhi"
 )
-_LETTERS = {chr(i): unicodedata.name(chr(i), "").split() for i in range(0x391, 0x3CA)}  # Α to ω
 _SYMBOLS = str.maketrans(
     {word[0]: f"\\{word[1:]} " for word in _COMMANDS.split()}
-    | {
-        c: f"\\{name[3].lower() if name[1] == 'SMALL' else name[3].title()} "
-        for c, name in _LETTERS.items()
-        if len(name) == 4
-    }
     | {c: f"\\mathbb{{{letter}}}" for c, letter in zip("ℝℤℕℚℂ", "RZNQC")}
-    | dict.fromkeys("−‐‑‒–—", "-")
-    | {
-        "℃": "\\degree C",
-        "℉": "\\degree F",
-        "÷": "/",
-        "∶": ":",
-        "∛": "\\sqrt[3] ",
-        "∜": "\\sqrt[4] ",
-        "μ": "μ",
-        "Ω": "Ω",
-    }
+    | {"℃": "\\degree C", "℉": "\\degree F", "÷": "/", "∶": ":", "∛": "\\sqrt[3] ", "∜": "\\sqrt[4] "}
     | {"′": "'", "’": "'", "、": ", ", "或": " or ", "和": " and "}
+    | dict.fromkeys("−‐‑‒–—", "-")
 )
 _SYNONYMS = {"lnot": "neg", "land": "wedge", "lor": "vee", "dots": "ldots", "cdots": "ldots", "overrightarrow": "vec"}
-_SYNONYMS |= {"overline": "bar", "widehat": "hat", "pmod": "mod", "bmod": "mod", "lamda": "lambda"}
+_SYNONYMS |= {"overline": "bar", "widehat": "hat", "pmod": "mod", "bmod": "mod"}
 _FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|csc|sec|ln|log|exp"
 _MAGNITUDES = {"dozen": "12", "hundred": "10^{2}", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}"}
 _MAGNITUDES |= {"trillion": "10^{12}", "万": "10^{4}", "亿": "10^{8}"}
@@ -57,10 +43,8 @@ _REWRITES: list[tuple[str, str | Callable[[re.Match], str]]] = [  # (pattern, re
     (r"\((\d+)\)(?=_)", r"\1"),
     (r"^\s*(['\"])(.*)\1\s*$", r"\2"),
     (r"\\!|\\(?:displaystyle|textstyle|limits|[bB]igg?[lr]?)(?![A-Za-z])", ""),
-    (
-        r"\\left[\[(]\s*\\begin\{array\}\{[lcr]*\}(.*?)\\end\{array\}\s*\\right[\])]",
-        r"\\begin{pmatrix}\1\\end{pmatrix}",
-    ),
+    (r"\\left[\[(]\s*\\begin\{array\}\{[lcr]*\}", r"\\begin{pmatrix}"),
+    (r"\\end\{array\}\s*\\right[\])]", r"\\end{pmatrix}"),
     (r"(?<!\\)\\[,;: ]|\\q?quad\b|~", " "),
     (r"\^\s*\{?\s*\\(?:circ|degree)\b\s*\}?|\\(?:text)?degree\b", r"\\degree "),
     (r"\\degree\s*(?=[,;])", ""),  # of several angles, the last one names the unit
