@@ -4,6 +4,7 @@ parts/math reads formulas, and parts/benchmarks letters and whole numbers. Compl
 these functions raise an error or run for seconds.
 """
 
+import functools
 import html
 import re
 import unicodedata
@@ -152,11 +153,11 @@ def words(text: str, keep_articles: bool = False) -> list[str]:
     return found
 
 
+@functools.cache
 def _counts(c: str) -> bool:
     """Return whether a character may carry meaning: all but blanks, accents on their own, brackets and punctuation."""
-    return c in "-./:*^#@" or (
-        c != "|" and unicodedata.category(c) not in ("Sk", "Cc", "Cn") and unicodedata.category(c)[0] not in "PZ"
-    )
+    category = unicodedata.category(c)
+    return c in "-./:*^#@" or not (c == "|" or category in ("Sk", "Cc", "Cn") or category[0] in "PZ")
 
 
 def number_in_digits(text: str) -> str:
