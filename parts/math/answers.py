@@ -28,24 +28,23 @@ def math_answers(text: str) -> list[str]:
         return [answer[: 20 * SHORT] + _unit_after_box(answer, text[boxes[-1][1] + 1 :])] if answer else []
     is_prose = len(answer) > SHORT or count_words(answer) >= (1 if explicit and re.search(r"\d", answer) else 2)
     candidates = [answer] if answer and not is_prose else []
-    formulas = re.findall(r"\$\$?([^$]+)\$|\\\((.{1,500}?)\\\)|\\\[(.{1,500}?)\\\]", answer, re.DOTALL)
+    formulas = list(re.finditer(r"\$\$?([^$]+)\$\$?|\\\((.{1,500}?)\\\)|\\\[(.{1,500}?)\\\]", answer, re.DOTALL))
     if re.search(r"(?i:\bnot\b|n['’]t\b|\bnever\b|\bneither\b)", answer) or (len(formulas) > 1 and not is_prose):
         return candidates
-    if formulas:
-        formula = next(filter(None, formulas[0 if explicit else -1]))
-        candidates.append(formula.strip()[: 20 * SHORT])
-    elif is_prose:
-        found = list(re.finditer(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:/\d+)?(?!\w)", answer))
-        for number in found[:1] if explicit else found[-1:]:
-            unit = _unit_after(answer[number.end() :])
-            if _STATED.search(answer[: number.start()]) and _END.match(answer[number.end() + len(unit) :]):
-                candidates.append(number[0] + unit)
+    if not formulas and not is_prose:
+        return candidates
+    found = formulas or list(re.finditer(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:/\d+)?(?!\w)", answer))
+    for stated in found[:1] if explicit else found[-1:]:
+        unit = _unit_after(answer[stated.end() :])
+        if _STATED.search(answer[: stated.start()]) and _END.match(answer[stated.end() + len(unit) :]):
+            text = next(filter(None, stated.groups())).strip()[: 20 * SHORT] if formulas else stated[0] + unit
+            candidates.append(text)
     return candidates
 
 
-# What stands before and behind the number of a sentence that states it. "3 or more" and "half of 6" state another one.
+# What stands before and behind what a sentence states. "3 or more" and "half of 6" state another number.
 _STATED = re.compile(
-    r"""(?:\A | [=:] | \b(?:is|are|was|were|be|equals?|equal\ to|gives?|gets?|got|have|has|had|so|thus|hence|answer
+    r"""(?:\A | [=:] | \b(?:is|are|was|were|be|equals?|equal\ to|gives?|gets?|got|have|has|had|so|thus|hence|then|at|answer
     | (?:total|speed|rate|length|width|height|distance|area|volume|cost|price)\ of
     | makes?|made|costs?|earn(?:s|ed)|spends?|spent|needs?|needed|pays?|paid|sold|sells?|bought|ate|lasts?|weighs?|saved
     | (?:takes?|took)(?:\ her|\ him|\ them|\ it)?))
@@ -54,8 +53,8 @@ _STATED = re.compile(
 )
 _END = re.compile(
     rf"\s*(?:(?:(?:square|cubic|such|possible|different|distinct|real|positive) )?{COUNTED.pattern})?"
-    r"(?:\W*\Z|\s*[.,;:!?)]"
-    r"|\s+(?:in total|in all|altogether|together|left|(?:of|in|at|on) the|every|each|because|since|as)\b)",
+    r"(?:\W*\Z|\s*[.,;:!?)]|\s+(?:in total|in all|altogether|together|(?:is )?left|follows|(?:of|in|at|on) the"
+    r"|every|each|because|since|as)\b)",
     re.IGNORECASE,
 )
 

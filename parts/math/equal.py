@@ -37,11 +37,10 @@ def math_equal(candidate: str, gold: str) -> bool:
 
     - A unit or a percent sign counts only if both answers have one: `5 cm` equals 5 and `5 centimeters`, but not
       `5 km`. Units are not converted. 50% equals 50 and 0.5.
-    - If the gold answer is prose, the words must be the same. Formulas such as H2O and Roman numerals are compared as
-      text. Otherwise, math-verify reads a word as a product of letters, so `BC` equals `CB`.
+    - If the gold answer is prose, the words must be the same. Otherwise, letters are a product: `BC` equals `CB`.
     - If the gold answer is a capital letter, "A. 5 cm" and "Option A" count as A. Several letters are a set.
     - Dates, ranges and clock times are not computed, and inequalities equal the intervals of their solutions.
-    - Answers that math-verify would misread, such as "1 2" or those with signs that it ignores, never equal a number.
+    - An answer that math-verify would not read whole (grammar.py), such as "1 2" or A^T, is equal only as a text.
     """
     candidate, gold = normalise(candidate), normalise(gold)
     if not candidate:
@@ -78,13 +77,17 @@ def _same_value(candidate: str, gold: str) -> bool:
         return _as_text(candidate) == _as_text(gold)
     if _verify(candidate, gold):
         return True
-    both = [text.replace("\\pm", "+") + ", " + text.replace("\\pm", "-") for text in (candidate, gold)]
     if candidate.count("\\pm") + gold.count("\\pm") == 1:
-        return _verify(*(each if "\\pm" in text else text for each, text in zip(both, (candidate, gold))))
+        return _verify(_with_both_signs(candidate), _with_both_signs(gold))
     if {unit, gold_unit} != {"%", None}:  # 50% equals 50 and 0.5
         return False
     hundredth = f"\\frac{{{candidate if unit else gold}}}{{100}}"
     return _verify(hundredth, gold) if unit else _verify(candidate, hundredth)
+
+
+def _with_both_signs(text: str) -> str:
+    """Write a ± b as a + b, a − b."""
+    return ", ".join(dict.fromkeys(text.replace("\\pm", sign) for sign in "+-"))
 
 
 def _verify(candidate: str, gold: str) -> bool:
