@@ -44,8 +44,8 @@ def math_answers(text: str) -> list[str]:
 
 # What stands before and behind what a sentence states. "3 or more" and "half of 6" state another number.
 _STATED = re.compile(
-    r"""(?:\A | [=:] | \b(?:is|are|was|were|be|equals?|equal\ to|gives?|gets?|got|have|has|had|so|thus|hence|then|at|answer
-    | (?:total|speed|rate|length|width|height|distance|area|volume|cost|price)\ of
+    r"""(?:\A | [=:] | \b(?:is|are|was|were|be|equals?|equal\ to|gives?|gets?|got|have|has|had|so|thus|hence|then|at
+    | answer | (?:total|speed|rate|length|width|height|distance|area|volume|cost|price)\ of
     | makes?|made|costs?|earn(?:s|ed)|spends?|spent|needs?|needed|pays?|paid|sold|sells?|bought|ate|lasts?|weighs?|saved
     | (?:takes?|took)(?:\ her|\ him|\ them|\ it)?))
     [\s$*\\]*(?:(?:exactly|only|just|about|approximately)\ )?\Z""",
