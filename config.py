@@ -192,6 +192,8 @@ class PolicyFlags:
 
     learning_rate: float | None = None
     """Peak learning rate of AdamW. Unset: that of the run to resume, or 1e-6 for all weights, 1e-5 for an adapter."""
+    vision_rate: float | None = None
+    """Peak learning rate of the vision tower and the projector; needs `train_vision`. Unset: `learning_rate`."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning-rate schedule after the warm-up: constant, or a linear or cosine decay to zero after the last update."""
     warmup: float = 0.0
@@ -240,8 +242,10 @@ class PolicyFlags:
 
     def check_policy(self) -> None:
         """Raise ValueError for invalid settings."""
-        if min(self.learning_rate or 0, self.warmup, self.weight_decay) < 0:
-            raise ValueError("learning_rate, warmup and weight_decay must not be negative")
+        if min(self.learning_rate or 0, self.vision_rate or 0, self.warmup, self.weight_decay) < 0:
+            raise ValueError("learning_rate, vision_rate, warmup and weight_decay must not be negative")
+        if self.vision_rate is not None and not self.train_vision:
+            raise ValueError("vision_rate is that of a trained vision tower: give train_vision too, or leave it out")
         if self.max_grad_norm <= 0:
             raise ValueError("max_grad_norm must be above 0")
         if min(self.micro_batch_tokens, self.lora_rank, self.lora_alpha) < 0:

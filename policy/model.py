@@ -285,7 +285,7 @@ def _set_trained(model: transformers.PreTrainedModel, flags: PolicyFlags) -> Non
 def check_trained(policy: Policy, flags: PolicyFlags) -> None:
     """Print what is frozen, and a note if --train_vision or --train_router has no effect.
 
-    Raises UserError if `flags` leave no adapter weight to train.
+    Raises UserError if `flags` leave no adapter weight to train, or nothing for --vision_rate.
     """
     trained = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
     if not trained:
@@ -296,6 +296,8 @@ def check_trained(policy: Policy, flags: PolicyFlags) -> None:
     if flags.train_vision and not trains_vision(policy.model):
         unadapted = has_adapter(policy.model) and vision_parameters(policy.model)
         reason = "the adapter does not adapt a vision tower" if unadapted else "the model has no vision tower"
+        if flags.vision_rate is not None:
+            raise UserError(f"--vision_rate {flags.vision_rate:g}: {reason}: leave it out")
         console.log(f"--train_vision has no effect: {reason}")
     if flags.train_router and not routers(policy.model):
         console.log("--train_router has no effect: the model has no routers")

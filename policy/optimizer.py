@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from common.distributed import local_tensor
 from config import PolicyFlags
-from policy.model import Policy
+from policy.model import Policy, vision_parameters
 
 # The schedule also counts skipped updates, and PyTorch warns if the first update is skipped.
 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
@@ -82,13 +82,16 @@ def make_adamw(
 ) -> Optimizers:
     """Return AdamW over `parameters`, by default all trained ones, for a run of `updates` updates.
 
-    Weight decay applies to matrices, not to norms and biases.
+    Weight decay applies to matrices, not to norms and biases. The last two groups are the vision tower's, and empty if
+    it is frozen. A resumed run, whose rates may differ, has the same groups.
     """
-    trained = parameters or [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    decayed = {"params": [p for p in trained if p.ndim > 1], "weight_decay": flags.weight_decay}
-    others = {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}
+    tower = set(vision_parameters(policy.model))
+    rates = flags.learning_rate, flags.learning_rate if flags.vision_rate is None else flags.vision_rate
+    groups: list[Any] = [{"params": [], "lr": r, "weight_decay": d} for r in rates for d in (flags.weight_decay, 0.0)]
+    for p in parameters or [parameter for parameter in policy.parameters() if parameter.requires_grad]:
+        groups[2 * (p in tower) + (p.ndim <= 1)]["params"].append(p)
     optimizer_class = HostAdamW if flags.offload_optimizer else ShardAdamW
-    optimizer = optimizer_class([decayed, others], lr=flags.learning_rate, fused=trained[0].device.type == "cuda")
+    optimizer = optimizer_class(groups, fused=next(policy.parameters()).is_cuda)
     init_adam_state(optimizer)
     return [(optimizer, make_schedule(optimizer, flags, updates))]
 

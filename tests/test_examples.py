@@ -21,6 +21,7 @@ from evaluation.scorer import Scorer
 from packing import pack
 from policy import optimizer as optimizers
 from policy import sharding
+from policy.model import load_policy
 from rollout import ENGINES
 from tests.helpers.marks import needs, slow
 from tests.helpers.rows import make_sample
@@ -203,10 +204,11 @@ def test_an_own_metric_is_logged_and_changes_no_reward():
     assert found.total == scored("count", "Wait, 3 apples", Image.new("RGB", (8, 8))).total
 
 
-def test_the_rate_rises_stays_and_falls_in_the_last_fifth(example):
+def test_the_rate_rises_stays_and_falls_in_the_last_fifth(example, tiny_model):
     example("lr_schedule")
     flags = PolicyFlags(learning_rate=2.0, warmup=1)
-    ((optimizer, schedule),) = optimizers.OPTIMIZERS["default"](torch.nn.Linear(2, 2), flags, 20)
+    policy = load_policy(tiny_model, flags, torch.device("cpu"))
+    ((optimizer, schedule),) = optimizers.OPTIMIZERS["default"](policy, flags, 20)
     rates = []
     for _ in range(20):
         rates.append(schedule.get_last_lr()[0])

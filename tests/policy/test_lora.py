@@ -705,6 +705,8 @@ def test_an_adapter_with_nothing_to_train_is_reported(tiny_model, sft, shapes, t
         check_trained(policy, PolicyFlags(adapter=adapter, train_vision=True))
         printed = capsys.readouterr().err
         assert printed.startswith("trained: adapter of ") and printed.endswith(f"; frozen: everything else\n{expected}")
+    with pytest.raises(UserError, match=r"^--vision_rate 0.001: the adapter does not adapt a vision tower"):
+        check_trained(policy, PolicyFlags(adapter=str(sft), train_vision=True, vision_rate=1e-3))
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "aria"])

@@ -193,9 +193,9 @@ def test_learning_rate_and_weight_decay_follow_the_new_command(saved, tiny_model
     assert [(group["lr"], group["weight_decay"]) for group in run.updater.groups] == [
         (1e-4, 0.3),
         (1e-4, 0.0),
-    ]
+    ] * 2
     ((optimizer, scheduler),) = run.updater.optimizers
-    assert scheduler.last_epoch == 2 and scheduler.base_lrs == [1e-4, 1e-4]
+    assert scheduler.last_epoch == 2 and scheduler.base_lrs == [1e-4] * 4
     assert all(entry["step"] == 2 for entry in optimizer.state_dict()["state"].values())
 
 
