@@ -45,6 +45,13 @@ ROWS_AT_ONCE = 256  # held-out rows whose images are in memory together
 NOT_OF_SFT = ("clip_ratio", "importance_capped", "kl", "entropy")  # and sampling/…: there is no sampler to compare with
 
 
+@dataclass
+class Answered(Sample):
+    """A prompt with its answers, which are encoded once: between two steps, the GPU would wait for that."""
+
+    ids: list[Tensor] = field(default_factory=list)  # (L,) token ids of each of `responses`, int32
+
+
 @dataclass(kw_only=True)
 class SFTFlags:
     """The flags that GRPO has, too, with another meaning."""
@@ -130,7 +137,7 @@ class Answers(Collector):
             cache_image_features(policy, prompts, self.features)
         self.position = last + 1
         self.prefetch(step)
-        groups = [as_group(*each, self.stream.processor) for each in zip(self.stream.rows(drawn), prompts, mine)]
+        groups = [as_group(*each) for each in zip(self.stream.rows(drawn), prompts, mine)]
         lengths = torch.tensor([len(each.ids) for group in groups for each in group.completions]).long()
         weight = 1 / distributed.all_sum(lengths.sum()).item()
         return [
@@ -143,10 +150,9 @@ class Answers(Collector):
         return self.clock.metrics()
 
 
-def as_group(sample: Sample, prompt: Prompt, index: int, processor: Processor) -> Group:
+def as_group(sample: Answered, prompt: Prompt, index: int) -> Group:
     """Return a prompt and its answers, each with an advantage of 1."""
-    answers = [encode_response(sample, response, processor) for response in sample.responses]
-    return Group(prompt, [Completion(ids, torch.zeros(len(ids)), 1.0) for ids in answers], index)
+    return Group(prompt, [Completion(ids.long(), torch.zeros(len(ids)), 1.0) for ids in sample.ids], index)
 
 
 def train_step(run: Run) -> dict[str, float]:
@@ -157,7 +163,7 @@ def train_step(run: Run) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name not in NOT_OF_SFT and "sampling/" not in name}
 
 
-def read_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], None, RequestLimits]:
+def read_inputs(cfg: Config) -> tuple[PromptStream, list[Answered], None, RequestLimits]:
     """Read and check every row; return the training prompts, the held-out prompts, no rewards, and the limits."""
     processor = processor_for(cfg)
     samples = load_answers(cfg, cfg.data, processor)
@@ -169,25 +175,26 @@ def read_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], None, RequestL
     return stream, held_out, None, RequestLimits(longest, max_images([*samples, *held_out], processor))
 
 
-def load_answers(cfg: Config, data: str, processor: Processor) -> list[Sample]:
+def load_answers(cfg: Config, data: str, processor: Processor) -> list[Answered]:
     """Return a row of `data` for each prompt, with the answers of all rows that have the same text and images.
 
     Raises UserError if an answer is too long, or if the chat template cannot end it.
     """
-    samples: dict[tuple, Sample] = {}
+    samples: dict[tuple, Answered] = {}
     rows, problems = load_split(cfg, data, None, processor, keep_duplicates=True), []
     for row in rows:
         try:
             require(not row.teacher_images, "it has 'teacher_images', and there is no teacher: remove the column")
-            length = len(encode_response(row, row.responses[0], processor))
-            is_short = length <= cfg.max_completion_length
-            require(is_short, f"its answer has {length} tokens; --max_completion_length is {cfg.max_completion_length}")
+            ids = encode_response(row, row.responses[0], processor).int()
+            length, most = len(ids), cfg.max_completion_length
+            require(length <= most, f"its answer has {length} tokens; --max_completion_length is {most}")
         except ValueError as error:
             problems.append(f"{row.source}: {error}")
             continue
         images = [image if isinstance(image, bytes) else repr(image) for image in row.images]
-        first = samples.setdefault((row.source_index, *row.texts, row.system, *images), row)
-        if first is not row:
+        first = samples.setdefault((row.source_index, *row.texts, row.system, *images), Answered(**vars(row)))
+        first.ids.append(ids)
+        if first.responses is not row.responses:
             first.responses += row.responses
     if problems and (not cfg.skip_bad_rows or len(problems) == len(rows)):
         why = summarise(problems, f"of {len(rows)} answers cannot be used")
@@ -202,7 +209,7 @@ def load_answers(cfg: Config, data: str, processor: Processor) -> list[Sample]:
     return list(samples.values())
 
 
-def earns_nothing(task: str, samples: list[Sample]) -> bool:
+def earns_nothing(task: str, samples: list[Answered]) -> bool:
     """Return whether the reward of `task` gives none of a few answers, which lack its `format`, more than 0."""
     if task == "math":  # its reward is -1 without the format; do not start a verifier for that
         return True
@@ -212,7 +219,7 @@ def earns_nothing(task: str, samples: list[Sample]) -> bool:
     return all(each.total <= 0 for (each,) in rewards)  # NaN if the reward has failed, which does not say so
 
 
-def held_out_loss(run: Run, samples: list[Sample]) -> dict[str, float]:
+def held_out_loss(run: Run, samples: list[Answered]) -> dict[str, float]:
     """Return the mean loss of a token over all answers of held-out rows, without dropout."""
     processor, sums = run.collector.stream.processor, torch.zeros(2, dtype=torch.float64)
     for first in range(0, len(samples), ROWS_AT_ONCE):
@@ -220,7 +227,7 @@ def held_out_loss(run: Run, samples: list[Sample]) -> dict[str, float]:
         with distributed.shared_errors():
             prompts = encode_prompts(local, processor)
         cache_image_features(run.policy, prompts, run.collector.features)
-        groups = [as_group(*each, processor) for each in zip(local, prompts, range(len(local)))]
+        groups = [as_group(*each) for each in zip(local, prompts, range(len(local)))]
         logps = completion_logprobs(run.policy, groups, 1.0, run.updater.micro_batch_tokens)
         sums += torch.tensor([sum(map(len, logps)), sum(logp.sum().item() for logp in logps)], dtype=torch.float64)
     tokens, logp = distributed.all_sum(sums).tolist()

@@ -86,6 +86,19 @@ def test_loss_and_gradient_are_those_of_transformers(tiny_model, rows, tmp_path,
             assert (local_tensor(parameter.grad) - gradient).abs().max() < 1e-6, name
 
 
+def test_answers_are_encoded_before_the_first_step(tiny_model, rows, tmp_path, monkeypatch):
+    """Between two steps, the GPU would wait for that. Each prompt has the answers of its rows, in their order."""
+    cfg = sft_config(tiny_model, rows, tmp_path / "run", prompts_per_step=3, eval_data=str(rows))
+    run = sft.start(cfg, sft.read_inputs, sft.Answers, sft.held_out_loss)
+    monkeypatch.delattr(sft, "encode_response")
+    decode = run.collector.stream.processor.tokenizer.decode
+    groups = run.collector.collect(run.policy, 0)
+    answers = sorted([decode(each.ids).removesuffix("<|im_end|>") for each in group.completions] for group in groups)
+    assert answers == [["2"], ["five", "six of them", "7"], ["three", "<think>I see.</think> 4"]]
+    assert {each.ids.dtype for group in groups for each in group.completions} == {torch.int64}
+    assert sft.held_out_loss(run, run.loop.eval_samples)["eval/loss"] > 0
+
+
 def test_an_answer_is_trained_on_as_it_stands_with_its_end(tiny_model, rows):
     processor = load_processor(tiny_model, "count")
     texts = [
