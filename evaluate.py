@@ -3,6 +3,7 @@
     python evaluate.py --model runs/demo/final --data runs/tiny/count-0/test --task count --output runs/demo/after
     python evaluate.py --model DIR --benchmark math500 --n 8 --temperature 0.6          # Pass@1[8]
     python evaluate.py --model DIR --baseline OTHER --benchmark mmstar --data FOLDER    # two models side by side
+    python evaluate.py --model DIR --data FILE --baseline EVALUATION --picture blank    # without the pictures
     python evaluate.py --predictions FILE.jsonl --benchmark mme                         # no model, no GPU
 
 The script samples n completions of every row and writes `predictions.jsonl` (one JSON object per row), `scores.json`,
@@ -15,7 +16,7 @@ import os
 import pathlib
 from dataclasses import dataclass, fields, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -65,6 +66,9 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
     """Task whose prompt template and reward are used; ignored with a benchmark."""
     output: str = "runs/evaluation"
     """Output folder for predictions.jsonl, scores.json, scores.png and completions.html."""
+    picture: Literal["blank", "other"] | None = None
+    """Instead of the rows' own pictures, the model sees grey ones of the same sizes, or those of other rows. With its
+    evaluation with them as `baseline`, this tells how much of the score needs the picture."""
     limit: int = 0
     """Score only the first `limit` rows; 0 scores all rows."""
     judge_cache: str = "runs/judge.sqlite"
@@ -80,6 +84,7 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
         require(bool(self.data or self.benchmark or self.predictions), "give data, a benchmark or predictions")
         require(self.model is not None or self.adapter is None, "adapter needs a model: give both")
         require(self.adapter is not None or not self.load_in_4bit, "load_in_4bit needs an adapter: give both")
+        require(not (self.picture and self.predictions), "picture needs a model, which answers again: leave one out")
         unsaved = self.baseline is not None and not self.baseline_is_saved
         require(not (self.load_in_4bit and unsaved), "load_in_4bit: baseline must be the output of an evaluation")
         require(not (self.predictions and unsaved), "baseline has no predictions.jsonl, and no model to sample it")
@@ -113,13 +118,16 @@ def generate_responses(
     check_engine_available(cfg, device)
     processor = processor_for(cfg, judge.prompt_task)
     samples = judge.load(processor)
+    asked, digests = judge.swap_pictures(samples, processor) if judge.swap_pictures else (samples, [])
     flags = PolicyFlags(adapter=cfg.adapter, load_in_4bit=cfg.load_in_4bit)
     place = device if cfg.load_in_4bit else torch.device("cpu")
     adapted = load_policy(cfg.model, flags, place) if cfg.adapter else None
     engine = start_sampler(cfg, processor, max_images(samples, processor), adapted, device)
     settings, folder = resume_key(cfg, samples), pathlib.Path(cfg.output)
     try:
-        outputs = sample_rows(engine, processor, samples, cfg, open_progress(folder, settings))
+        outputs = sample_rows(engine, processor, asked, cfg, open_progress(folder, settings))
+        for output, digest in zip(outputs, digests):
+            output["image_digest"] = digest  # of the row's own pictures, by which a baseline finds it
         if baseline:
             baseline.sample(engine, processor, samples, settings)
     except KeyboardInterrupt:
@@ -152,7 +160,7 @@ def free_share(cfg: Config, device: torch.device) -> float:
 def resume_key(cfg: Config, samples: list[Sample]) -> dict[str, Any]:
     """Return everything that the responses depend on. An evaluation resumes only if none of this has changed."""
     names = [field.name for group in (SamplingFlags, DataFlags) for field in fields(group)]
-    names += ["task", "model", "adapter", "load_in_4bit", "engine", "env", "max_turns"]
+    names += ["task", "model", "adapter", "load_in_4bit", "engine", "env", "max_turns", "picture"]
     names += plugins.record()["plugin_flags"]
     key = {name: getattr(cfg, name) for name in names} | plugins.record()
     key["baseline"] = None if cfg.baseline_is_saved else cfg.baseline
@@ -180,7 +188,7 @@ def main(cfg: Config) -> None:
             lock_file(pathlib.Path(cfg.output, "evaluation.lock"), f"--output {cfg.output} is in use")
     except OSError as error:
         raise UserError(f"cannot write to {cfg.output!r} ({error.strerror}): choose another --output") from None
-    is_needed = bool(cfg.benchmark or cfg.baseline or cfg.predictions)
+    is_needed = bool(cfg.benchmark or cfg.baseline or cfg.predictions or cfg.picture)
     benchmarks = extra("benchmarks", is_needed)
     judge, baseline, saved = benchmarks.prepare(cfg) if benchmarks and is_needed else (Judge(cfg), None, None)
     if benchmarks:
@@ -209,6 +217,7 @@ def write_results(
     """
     folder, (scores, predictions) = pathlib.Path(cfg.output), results
     sources = {"model": cfg.model, "adapter": cfg.adapter, "data": cfg.data, "predictions": cfg.predictions}
+    sources["picture"] = cfg.picture
     scores = {name: value for name, value in sources.items() if value is not None} | scores
     comparison = baseline.compare(*compared, predictions) if baseline else {}
     run = read_jsonl(folder.parent / "metrics.jsonl")  # if the folder is in that of a run
@@ -221,7 +230,10 @@ def write_results(
         benchmarks.draw_scores(folder, scores, comparison.get("baseline"))
     else:
         console.log("note: parts/benchmarks is not here, so there is no interval and no scores.png")
-    print(f"{cfg.predictions or cfg.adapter or cfg.model}: {scores['n']} rows")
+    print(
+        f"{cfg.predictions or cfg.adapter or cfg.model}: {scores['n']} rows"
+        + (f", picture: {cfg.picture}" if cfg.picture else "")
+    )
     print(format_table(scores, comparison.get("baseline")))
     if baseline:
         baseline.report(scores, comparison["paired"], samples)

@@ -21,6 +21,8 @@ RULE_SCORED = "rule-scored"  # by rule, although the official scoring of the ben
 class Judge:
     """Reads, judges and summarises the rows of a task, with the flags of evaluate.py. A benchmark has its own."""
 
+    swap_pictures: Callable | None = None  # with --picture, what gives the rows other pictures, in parts/benchmarks
+
     def __init__(self, cfg: Any):
         self.cfg, self.prompt_task = cfg, cfg.task
         self.scorer = Scorer(cfg.task, cfg)
@@ -64,6 +66,11 @@ def title(scores: dict) -> str:
     return f"{name} ({RULE_SCORED})" if scores.get("scoring") == RULE_SCORED else name
 
 
+def column_names(scores: dict) -> tuple[str, str]:
+    """Return what the scores of a baseline, and those beside them, are called."""
+    return ("own picture", scores["picture"]) if "picture" in scores else ("baseline", "model")
+
+
 def subset_score(scores: dict, column: str, name: str) -> float | None:
     """Return the score of a subset, or None if `scores` does not have it."""
     return scores.get("parts", {}).get(column, {}).get(name, {}).get("score")
@@ -72,7 +79,7 @@ def subset_score(scores: dict, column: str, name: str) -> float | None:
 def format_table(scores: dict, baseline: dict | None = None) -> str:
     """Return the scores as lines of text, next to those of the baseline."""
     models = [baseline, scores] if baseline else [scores]
-    lines: list[tuple[str, list]] = [(title(scores), ["baseline", "model"][-len(models) :])]
+    lines: list[tuple[str, list]] = [(title(scores), [*column_names(scores)][-len(models) :])]
     for name, value in scores.items():
         if isinstance(value, int | float):
             lines.append((name, [model.get(name) for model in models]))

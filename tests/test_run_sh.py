@@ -184,6 +184,12 @@ def test_eval_scores_a_run_as_its_recipe_did(sh):
     assert f"{scored} --data others" in sh("eval", "runs/geo3k", TEST_DATA="others").stdout
 
 
+def test_the_demos_end_with_the_score_without_pictures(sh):
+    for name in ("demo", "digits", "zoom"):
+        (command,) = re.findall(r"^\+ \S*python (evaluate.py .*--picture .*)", sh(name).stdout, re.MULTILINE)
+        assert command.endswith(f"--picture blank --baseline runs/{name}/eval --output runs/{name}/blank"), command
+
+
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 AS_FIRST = ["unshare", "--fork", "--kill-child", "--pid", "--mount-proc"]  # as the first process of a container

@@ -1,4 +1,4 @@
-"""Figures of an evaluation: scores.png, and completions.html with the rows that two models answer differently."""
+"""Figures of an evaluation: scores.png, and completions.html with the rows that are right in one of two evaluations."""
 
 import pathlib
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ import numpy as np
 
 from common.figures import save_figure, save_page, thumbnail
 from common.records import Sample
-from evaluation.predictions import subset_score, title
+from evaluation.predictions import column_names, subset_score, title
 from inputs.images import decode_image
 
 MAX_ROWS = 100  # maximum number of rows under each heading of the page
@@ -29,9 +29,10 @@ def draw_scores(folder: pathlib.Path, scores: dict, baseline: dict | None) -> No
     labels = [label.replace("$", r"\$") for label in labels]  # matplotlib would read mathematics between two of them
     positions = np.arange(len(labels))
     figure, axis = plt.subplots(figsize=(9, 1.6 + 0.4 * len(labels)), layout="constrained")
-    series = [("model", scores, "#0b7a75", 0.0)]
+    before, after = column_names(scores)
+    series = [(after, scores, "#0b7a75", 0.0)]
     if baseline is not None:
-        series = [("baseline", baseline, "#9aa5b1", -0.2), ("model", scores, "#0b7a75", 0.2)]
+        series = [(before, baseline, "#9aa5b1", -0.2), (after, scores, "#0b7a75", 0.2)]
     for model, model_scores, colour, offset in series:
         values = [subset_score(model_scores, column, name) or 0 for column, name in subsets]
         texts, errors = [f"{value:.3g}" for value in values], np.zeros((2, len(labels)))
@@ -74,24 +75,30 @@ def write_differences(
         was_right, is_right = (np.mean(row["exact"]) >= 0.5 for row in (before, after))
         if was_right != is_right:
             (won if is_right else lost).append((before, after))
-    headings = {"Right before, wrong after": lost, "Wrong before, right after": won}
+    sides = ("before", "after")
+    if "picture" in scores:
+        sides = ("with own picture", f"with {scores['picture']} picture")
+    first, second = sides
+    headings = {f"Right {first}, wrong {second}": lost, f"Wrong {first}, right {second}": won}
     save_page(
         folder / "completions.html",
         title=f"{title(scores)}: what changed",
-        introduction=f"The rows, out of {scores['n']}, that the two models answer differently.",
+        introduction=f"The rows, out of {scores['n']}, that are right in only one of the two evaluations.",
         columns=["correct"],
-        sections=[_section(heading, changed, samples) for heading, changed in headings.items()],
+        sections=[_section(heading, sides, changed, samples) for heading, changed in headings.items()],
     )
-    counts = f"right before, wrong after: {len(lost)}; wrong before, right after: {len(won)}"
-    return f"{counts}; see {folder}/completions.html"
+    counts = [f"{heading[0].lower()}{heading[1:]}: {len(changed)}" for heading, changed in headings.items()]
+    return f"{'; '.join(counts)}; see {folder}/completions.html"
 
 
-def _section(heading: str, changed: list[tuple[dict, dict]], samples: Mapping[str, Sample]) -> dict:
+def _section(
+    heading: str, sides: tuple[str, str], changed: list[tuple[dict, dict]], samples: Mapping[str, Sample]
+) -> dict:
     """Return the rows under one heading, in the form that the page's template expects."""
     entries = []
     for before, after in changed[:MAX_ROWS]:
         sample = samples.get(after["source"])
-        judged = [(name, zip(row["responses"], row["exact"])) for name, row in (("before", before), ("after", after))]
+        judged = [(name, zip(row["responses"], row["exact"])) for name, row in zip(sides, (before, after))]
         entry = {
             "images": [thumbnail(decode_image(image)) for image in sample.images] if sample else [],
             "question": after["prompt"],

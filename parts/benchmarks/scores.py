@@ -244,14 +244,17 @@ class Baseline:
         self.pairs = [pair for pair in pairs if all(None not in row.get("rewards", []) for row in pair)]
         if not self.pairs:
             raise UserError(f"--baseline {self.cfg.baseline}: it has no row in common with this evaluation")
-        scores = {"model": self.cfg.baseline} | scores
+        scores, pairs = {"model": self.cfg.baseline} | scores, self.pairs
+        if self.cfg.picture:  # then the difference is what the rows' own pictures add
+            pairs = [(without, own) for own, without in pairs]
         write_predictions(self.folder / "baseline", scores, judged)
-        return {"baseline": scores, "paired": score_difference(self.cfg.benchmark, self.pairs)}
+        return {"baseline": scores, "paired": score_difference(self.cfg.benchmark, pairs)}
 
     def report(self, scores: dict, paired: dict, samples: list[Sample]) -> None:
         """Write completions.html and print the difference; `scores` and `samples` are those of the other model."""
         low, high = paired["difference_95"]
-        print(f"difference {paired['difference']:+.3f} ({low:+.3f} to {high:+.3f}) on {paired['rows']} rows of both")
+        what, to = ("the picture adds", " to the score") if self.cfg.picture else ("difference", "")
+        print(f"{what} {paired['difference']:+.3f} ({low:+.3f} to {high:+.3f}){to} on {paired['rows']} rows of both")
         print(write_differences(self.folder, scores, self.pairs, {sample.source: sample for sample in samples}))
 
 
