@@ -95,7 +95,7 @@ def load_model(
             f"cannot load the model {name!r}: its files hold an lm_head of its own, but its config ties it to the "
             "embedding: set tie_word_embeddings to false in its config.json, also in text_config"
         )
-    for module in model.modules():
+    for module in model.modules() if four_bit_device else ():
         # On some CPUs, bitsandbytes would repack 4-bit weights in evaluation mode, in a format that cannot be trained.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
@@ -241,10 +241,7 @@ def load_policy(name: str, flags: PolicyFlags, device: torch.device, to_shard: b
     if check := find_family(config).check:
         check(config, device)
     dtype = compute_dtype(flags.dtype, device) if flags.has_adapter else torch.float32
-    if flags.load_in_4bit:
-        model = load_model(name, dtype, four_bit_device=device, config=config)
-    else:
-        model = load_model(name, dtype, to_shard=to_shard, config=config)
+    model = load_model(name, dtype, device if flags.load_in_4bit else None, to_shard and not flags.load_in_4bit, config)
     _set_trained(model, flags)
     enable_packed_forward(model, compiled=flags.compile and device.type == "cuda")
     model.train()
