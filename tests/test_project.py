@@ -29,7 +29,7 @@ pytest.importorskip("apps", reason="checks the whole tree, and apps/ is not here
 pytest.importorskip("parts.pages", reason="checks the whole tree, and parts/pages is not here")
 
 from apps import fits
-from apps.demo import real, smoke, tiny, zoom
+from apps.demo import real, smoke, tiny, vlm, zoom
 from apps.service import app
 from lesson import grpo_in_one_file
 from parts import convert
@@ -83,6 +83,7 @@ CONFIGS = {
     "apps.demo.tiny": tiny.Config,
     "apps.demo.smoke": smoke.Config,
     "apps.demo.real": real.Config,
+    "apps.demo.vlm": vlm.Config,
     "apps.demo.zoom": zoom.Config,
     "apps.service": app.Config,
 }

