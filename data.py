@@ -2,6 +2,7 @@
 
     python data.py convert --input_jsonl vqa_rad.jsonl --output_jsonl train.jsonl --image_dir images
     python data.py show --row 3 --task vqa --data train.jsonl    # the prompt as the model gets it
+    python data.py overlap train.jsonl test.jsonl                # pictures and questions that both have
 
 Rows are read in `inputs/rows.py`. Images are checked and decoded in `inputs/images.py`. `training/prompt_stream.py`
 decides the order in which the rows are used. Every row is checked before a model is loaded.
@@ -20,6 +21,7 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import jinja2
@@ -31,6 +33,7 @@ from torch import Tensor
 import rewards
 from common import cli, console, distributed
 from common.errors import UserError
+from common.parts import extra
 from common.records import TAG, AnyPath, Cell, ImageSource, Prompt, Sample, Turn
 from common.templates import (
     answer_end,
@@ -443,20 +446,16 @@ def _checked_length(sample: Sample, processor: Processor, max_length: int | None
     return length
 
 
-# --- commands: parts/convert.py ---------------------------------------------------------------------------------------
+# --- commands ---------------------------------------------------------------------------------------------------------
 
 
-def __getattr__(name: str) -> Any:
-    """Find `data.convert`, its settings `data.Config`, and `data.launch`, the command line, in parts/convert.py."""
-    if name not in ("convert", "Config", "launch"):
-        raise AttributeError(f"data.py has no {name!r}")
-    from parts.convert import Config, convert, launch
-
-    return {"convert": convert, "Config": Config, "launch": launch}[name]
+def commands(is_needed: bool = False) -> ModuleType | None:
+    """Return parts/convert, which has the commands of this file and compares data sets; None if it is not here."""
+    return extra("convert", is_needed)
 
 
 def main(_: object) -> None:
-    __getattr__("launch")()
+    commands(is_needed=True).launch()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import grpo
 from common import console, distributed, signals
 from common.errors import UserError, require
 from common.records import Completion, Group, Prompt, RequestLimits, Rollout, Sample
-from data import Processor, encode_prompts, encode_response, load_split, max_images, processor_for, summarise
+from data import Processor, commands, encode_prompts, encode_response, load_split, max_images, processor_for, summarise
 from evaluation.scorer import Scorer
 from packing import PackedBatch
 from policy.batches import completion_logprobs
@@ -168,6 +168,8 @@ def read_inputs(cfg: Config) -> tuple[PromptStream, list[Answered], None, Reques
     processor = processor_for(cfg)
     samples = load_answers(cfg, cfg.data, processor)
     held_out = load_answers(cfg, cfg.eval_data, processor) if cfg.eval_data else []
+    if any(sample.images for sample in held_out) and (compare := commands()):
+        compare.log_shared(samples, held_out)
     stream = PromptStream(samples, processor, cfg.seed, cfg.prompts_per_step, cfg.drop_last)
     answers = json.dumps([sample.responses for sample in samples])
     stream.fingerprint["rows_digest"] += hashlib.sha256(answers.encode()).hexdigest()[:16]

@@ -12,14 +12,14 @@ from PIL import Image, ImageOps
 
 import evaluate
 from common.errors import UserError
-from data import encode_prompt, load_processor, load_samples
+from data import commands, encode_prompt, load_processor, load_samples
 from grpo import Config
 from inputs.images import check_image, decode_image, fit_image, fitted_size
 from tests.helpers.marks import needs
 from tests.helpers.rows import make_sample
 from tests.helpers.scripts import VECTORS
 from training.prompt_stream import row_at
-from training.run import check_inputs, hold_out
+from training.run import check_inputs
 
 
 @pytest.mark.parametrize("case", [json.loads(line) for line in (VECTORS / "resize.jsonl").read_text().splitlines()])
@@ -385,6 +385,7 @@ def test_a_gold_answer_is_refused_only_by_a_reward_that_counts(folder, tiny_mode
     assert len(check_inputs(Config(**flags, reward=("vqa=0", "format")))[0].samples) == 2
 
 
+@needs("parts/convert")
 def test_rows_of_a_picture_are_held_out_together(folder, tiny_model, capsys):
     """The held-out pictures depend on the seed alone. Without pictures, rows of the same text stay together."""
     rows = [good(i, images=[f"{i // 2}.png"]) for i in range(10)]
@@ -398,7 +399,8 @@ def test_rows_of_a_picture_are_held_out_together(folder, tiny_model, capsys):
     assert (len(stream.samples), len(held_out), *map(len, pictures)) == (6, 4, 3, 2) and not set.intersection(*pictures)
     assert [s.source for s in check_inputs(Config(**flags))[1]] == [s.source for s in held_out]
     texts = [make_sample(f"how many {i // 2}?", "1", [], str(i)) for i in range(10)]
-    assert [len(part) for part in hold_out(texts, 0.4, seed=0)] == [6, 4]
+    cut = commands(is_needed=True).hold_out(texts, Config(**flags))
+    assert [len(part) for part in cut] == [6, 4]
     with pytest.raises(ValueError, match="eval_fraction replaces eval_data"):
         Config(**flags, eval_data="x.jsonl")
     with pytest.raises(ValueError, match="eval_fraction must be at least 0 and below 1"):

@@ -273,7 +273,7 @@ def _start(folder: pathlib.Path, files: list[str]) -> subprocess.CompletedProces
     return run_script("grpo.py", *(f"--plugin={file}" for file in files), "--data=x", f"--output={folder}/run")
 
 
-@needs("parts/convert.py")
+@needs("parts/convert")
 def test_a_prompt_is_shown_with_the_task_of_a_plugin_that_knows_no_algorithm(tiny_model, shapes, tmp_path):
     """`data.py show` has the flags of grpo.py, which it does not import."""
     (tmp_path / "own.py").write_text("import rewards\n\nrewards.TASKS['own'] = rewards.TASKS['count']\n")

@@ -77,6 +77,7 @@ CONFIGS = {
     "training.checkpoint": checkpoint.Config,
     "evaluate.py": evaluate.Config,
     "data.py": convert.Config,
+    "data.py overlap": convert.OverlapFlags,
     "data.py show": convert.ShowFlags,
     "parts.pages": pages.Config,
     "apps.fits": fits.Config,

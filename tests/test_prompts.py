@@ -207,7 +207,7 @@ def test_every_turn_is_checked_and_tells_rows_apart(tiny_model, folder, capsys):
     assert digests[0] == digests[2] != digests[1]
 
 
-@needs("parts/convert.py")
+@needs("parts/convert")
 @needs("parts/formats")
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_several_turns_are_converted(folder, suffix):

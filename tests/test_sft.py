@@ -131,7 +131,7 @@ def test_an_answer_has_no_thought_after_one_that_the_template_has_closed(tiny_mo
         encode_response(first, f"{opening}<think>I see.</think> 4", processor)
 
 
-@needs("parts/convert.py")
+@needs("parts/convert")
 @needs("parts/formats")
 def test_a_column_response_is_trained_on_and_survives_a_conversion(tiny_model, tmp_path):
     from parts import convert

@@ -5,7 +5,6 @@ Start reading at `start`. grpo.py trains what it returns.
 
 import os
 import pathlib
-import random
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -16,7 +15,7 @@ from common import console, distributed
 from common.errors import UserError
 from common.records import RequestLimits, Sample
 from config import Config
-from data import Processor, load_split, max_images, processor_for
+from data import Processor, commands, load_split, max_images, processor_for
 from evaluation.scorer import Scorer
 from policy.base_files import settings_folder
 from policy.memory import GIB, Plan, choose_micro_batch_size, gpus_here, limit_allocator, plan, sampler_stays_awake
@@ -159,23 +158,15 @@ def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, Reque
         teacher = load_teacher_processor(cfg, processor, samples)
     if unused := [sample.source for sample in samples if sample.teacher_images and not teacher]:
         raise UserError(f"{unused[0]} has 'teacher_images', and there is no --teacher: add it, or remove the column")
-    samples, eval_samples = hold_out(samples, cfg.eval_fraction, cfg.seed) if cfg.eval_fraction else (samples, [])
+    samples, eval_samples = commands(is_needed=True).hold_out(samples, cfg) if cfg.eval_fraction else (samples, [])
     stream = PromptStream(samples, processor, cfg.seed, cfg.prompts_per_step, cfg.drop_last, teacher)
     if cfg.eval_data:
         eval_samples = load_split(cfg, cfg.eval_data, scorer.gold_task, processor, keep_duplicates=True)
+        if any(sample.images for sample in eval_samples) and (compare := commands()):
+            compare.log_shared(samples, eval_samples)
     scorer.check_columns([*samples, *eval_samples])
     images = max_images([*samples, *eval_samples], processor)
     return stream, eval_samples, scorer, RequestLimits(cfg.max_prompt_length + cfg.max_completion_length, images)
-
-
-def hold_out(samples: list[Sample], fraction: float, seed: int) -> tuple[list[Sample], list[Sample]]:
-    """Return the rows to train on, and those of a random `fraction` of the pictures or, where there are none, texts."""
-    shown = [repr(sample.images or sample.texts) for sample in samples]
-    kinds = list(dict.fromkeys(shown))
-    chosen = set(random.Random(seed).sample(kinds, int(fraction * len(kinds))))
-    held_out = [sample for sample, kind in zip(samples, shown) if kind in chosen]
-    console.log(f"held out: {len(held_out)} of {len(samples)} rows")
-    return [sample for sample, kind in zip(samples, shown) if kind not in chosen], held_out
 
 
 def check_state(cfg: Config, stream: PromptStream, resume: ResumePlan) -> dict[str, Any]:

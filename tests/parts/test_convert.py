@@ -5,7 +5,7 @@ import json
 import pytest
 from PIL import Image
 
-pytest.importorskip("parts.convert", reason="needs parts/convert.py, which is not here")
+pytest.importorskip("parts.convert", reason="needs parts/convert, which is not here")
 
 from common.errors import UserError
 from data import encode_prompt, load_processor, load_samples

@@ -113,7 +113,7 @@ def test_what_is_not_used_is_refused_by_name(tmp_path, row, message):
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
 def test_a_conversion_keeps_each_reasoning_once(tmp_path, name):
-    convert = pytest.importorskip("parts.convert", reason="needs parts/convert.py, which is not here")
+    convert = pytest.importorskip("parts.convert", reason="needs parts/convert, which is not here")
     rows = [PLAIN | {"reasoning_content": f"{text} I count."} for text in ("One.", "Two.", "One.")]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     output = str(tmp_path / name)

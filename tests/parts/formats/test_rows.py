@@ -26,7 +26,7 @@ import pytest
 from PIL import Image
 
 pytest.importorskip("parts.formats", reason="needs parts/formats, which is not here")
-pytest.importorskip("parts.convert", reason="needs parts/convert.py, which is not here")
+pytest.importorskip("parts.convert", reason="needs parts/convert, which is not here")
 
 from common.errors import UserError
 from common.records import Sample

@@ -551,7 +551,7 @@ def test_an_evaluation_resumes_only_with_the_same_turns(run, shapes):
     assert "env" in {name for name, value in key(env="over", max_turns=3).items() if value != one[name]}
 
 
-@needs("parts/convert.py")
+@needs("parts/convert")
 def test_show_prints_a_prompt_with_the_tools_of_its_environment(tiny_model, shapes):
     from parts import convert
 

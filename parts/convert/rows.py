@@ -5,20 +5,19 @@ import io
 import json
 import os
 import pathlib
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import tyro
 from PIL import Image
 
-from common import cli, console
+from common import console
 from common.errors import UserError
 from common.files import partial_path
 from common.records import ImageSource, Sample
 from config import Config as RunConfig
-from config import RowFlags, with_recipe
+from config import RowFlags
 from data import check_row, encode_prompt, load_samples, processor_for
 from inputs.images import allow_megapixels, decode_image, read_source
 from inputs.rows import Problem, read_rows
@@ -52,15 +51,27 @@ def convert(cfg: Config) -> int:
 
     The output file appears only when it is complete.
     """
-    output = pathlib.Path(cfg.output_jsonl)
-    if output.suffix not in (".jsonl", ".parquet"):
-        raise UserError(f"--output_jsonl {cfg.output_jsonl!r}: the name must end in .jsonl or .parquet")
-    if output.exists() and not cfg.overwrite:
-        raise UserError(f"{cfg.output_jsonl!r} already exists: choose another --output_jsonl or pass --overwrite")
-    if output.exists() and not output.is_file():
-        raise UserError(f"{cfg.output_jsonl!r} is not a file: choose another --output_jsonl")
+    check_output(cfg.output_jsonl, cfg.overwrite)
     allow_megapixels(cfg.max_megapixels)
     rows = load_samples(cfg.input_jsonl, cfg.task, cfg.image_dir, columns=cfg.columns, skip_bad_rows=cfg.skip_bad_rows)
+    write_rows(rows, cfg.output_jsonl)
+    return len(rows)
+
+
+def check_output(name: str, overwrite: bool) -> None:
+    """Raise UserError if no rows can be written to the file `name`, or if it exists and is not to be replaced."""
+    output = pathlib.Path(name)
+    if output.suffix not in (".jsonl", ".parquet"):
+        raise UserError(f"--output_jsonl {name!r}: the name must end in .jsonl or .parquet")
+    if output.exists() and not overwrite:
+        raise UserError(f"{name!r} already exists: choose another --output_jsonl or pass --overwrite")
+    if output.exists() and not output.is_file():
+        raise UserError(f"{name!r} is not a file: choose another --output_jsonl")
+
+
+def write_rows(rows: list[Sample], name: str) -> None:
+    """Write `rows` to the file `name`, JSONL or Parquet, which appears only when it is complete."""
+    output = pathlib.Path(name)
     partial = partial_path(output)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -74,11 +85,10 @@ def convert(cfg: Config) -> int:
                     file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
         partial.rename(output)
     except OSError as error:
-        raise UserError(f"cannot write {cfg.output_jsonl!r} ({error})") from None
+        raise UserError(f"cannot write {name!r} ({error})") from None
     finally:
         if partial.is_file():
             partial.unlink()
-    return len(rows)
 
 
 @dataclass(kw_only=True)
@@ -111,17 +121,6 @@ def show(cfg: ShowFlags) -> str:
         lines.append(f"image {number}: {before.width}x{before.height}, resized to {size}")
     lines.append(f"{len(prompt.ids)} tokens; with one for each image: {' '.join(map(str, prompt.engine_ids))}")
     return "\n".join([*lines, processor.tokenizer.decode(prompt.engine_ids)])
-
-
-def main(cfg: Any) -> None:
-    print(show(cfg) if cfg.command == "show" else f"{cfg.output_jsonl}: {convert(cfg)} rows")
-
-
-def launch() -> None:
-    """Parse the command line of data.py, and run its command."""
-    if sys.argv[1:2] == ["show"]:
-        cli.launch("parts.convert", ShowFlags, with_recipe)
-    cli.launch("parts.convert")
 
 
 # --- rows of the new file ---------------------------------------------------------------------------------------------
