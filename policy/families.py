@@ -93,7 +93,7 @@ class Family:
     vision: Vision | None = None  # None: text only
     router: str = ""  # mixtures of experts: the module in a decoder layer that chooses the experts
     turns: bool = False  # whether tests have shown that it trains on several turns (`--env`) as in a plain forward
-    coordinates: int = 0  # the largest coordinate of a place in an image; 0: coordinates are its pixels, once resized
+    coordinates: int = 0  # the largest x and y of a place in a picture; 0: they are its pixels, once resized
     check: Callable[[Config, torch.device], None] | None = None  # raises UserError if it cannot be trained there
     prepare: Callable[[transformers.PreTrainedModel], None] | None = None
     """Changes a model in place, so that it takes packed batches."""
@@ -286,8 +286,8 @@ def grid_vision(image_processor: str, token: str, vllm_features: bool) -> Vision
 
 QWEN_VISION = grid_vision("qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil", "<|image_pad|>", True)
 FAMILIES = (  # parts/families has more
-    Family("Qwen2.5-VL", ("qwen2_5_vl",), QWEN_VISION, turns=True),
-    Family("Qwen3-VL", ("qwen3_vl",), QWEN_VISION, turns=True, coordinates=1000),
+    Family("Qwen2.5-VL", ("qwen2_5_vl",), QWEN_VISION, turns=True),  # its maintainers: QwenLM/Qwen3-VL#866
+    Family("Qwen3-VL", ("qwen3_vl",), QWEN_VISION, turns=True, coordinates=1000),  # QwenLM/Qwen3-VL#1486
     Family("Qwen2.5", ("qwen2",), turns=True),
     Family("Qwen3", ("qwen3",), turns=True),
 )

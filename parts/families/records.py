@@ -101,20 +101,48 @@ INTERN_VISION = Vision(
     expansion="<img>{}</img>",
 )
 FAMILIES = (
-    Family("Qwen2-VL", ("qwen2_vl",), QWEN_VISION, turns=True, coordinates=1000),
-    Family("Qwen3.5", ("qwen3_5",), QWEN_VISION, turns=True, check=check_kernels, prepare=prepare_delta_nets),
+    Family(
+        "Qwen2-VL", ("qwen2_vl",), QWEN_VISION, turns=True, coordinates=1000
+    ),  # arXiv:2409.12191; QwenLM/Qwen3-VL#866
+    Family(
+        "Qwen3.5",
+        ("qwen3_5",),
+        QWEN_VISION,
+        turns=True,
+        coordinates=1000,  # its maintainers: QwenLM/Qwen3.8-Flash-Next#4
+        check=check_kernels,
+        prepare=prepare_delta_nets,
+    ),
     Family(
         "Qwen3-VL-MoE",
         ("qwen3_vl_moe",),
         QWEN_VISION,
         router="mlp.gate",
         turns=True,
-        coordinates=1000,
+        coordinates=1000,  # as Qwen3-VL
         prepare=prepare_experts,
     ),
-    Family("Aria", ("aria",), ARIA_VISION, router="mlp.router", prepare=prepare_experts),
-    Family("InternVL3.5", ("internvl",), INTERN_VISION),
-    Family("GLM-4.6V", ("glm4v", "glm46v"), GLM_VISION, turns=True),
+    Family(
+        "Aria",
+        ("aria",),
+        ARIA_VISION,
+        router="mlp.router",
+        coordinates=999,  # of its makers' own fine-tuning: examples/refcoco/evaluation.py of rhymes-ai/Aria
+        prepare=prepare_experts,
+    ),
+    Family(
+        "InternVL3.5",
+        ("internvl",),
+        INTERN_VISION,
+        coordinates=1000,  # internvl.readthedocs.io/en/latest/get_started/chat_data_format.html
+    ),
+    Family(
+        "GLM-4.6V",
+        ("glm4v", "glm46v"),
+        GLM_VISION,
+        turns=True,
+        coordinates=1000,  # huggingface.co/zai-org/GLM-4.5V, and skills/glmv-grounding of zai-org/GLM-V
+    ),
     Family("Llama", ("llama",), turns=True),
     Family("Gemma 3 (text)", ("gemma3_text",), turns=True),
 )

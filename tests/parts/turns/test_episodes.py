@@ -280,11 +280,10 @@ def test_zoom_cuts_the_part_in_the_coordinates_of_the_family(extent):
     assert zoomed("It is 3.", extent) is None
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_an_environment_gets_the_extents_of_the_family(family, tiny_model, tiny_qwen3_vl, monkeypatch):
-    """Qwen2.5-VL counts the pixels of the fitted image, and Qwen3-VL to 1000. The picture itself is not fitted."""
-    path = tiny_model if family == "qwen2_5_vl" else tiny_qwen3_vl
-    processor = use_environment(load_processor(path, "count", max_side=112), "zoom", 4, 400)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])
+def test_an_environment_gets_the_extents_of_the_family(family, tmp_path, monkeypatch):
+    """Qwen2.5-VL counts the pixels of the fitted image, the others to 1000. The picture itself is not fitted."""
+    processor = use_environment(load_processor(save_tiny(family, tmp_path), "count", max_side=112), "zoom", 4, 400)
     sample = make_sample("<image>?", "3", [PICTURE], "row 1")
     episode = begin_episode([sample], processor)
     calls = []
