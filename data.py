@@ -196,11 +196,10 @@ def _encode(sample: Sample, processor: Processor) -> Prompt:
     images = []
     for source in sample.images:
         try:
-            image = fit_image(source, processor.preparation.fit)
+            images.append(fit_image(source, processor.preparation.fit))
         except (OSError, ValueError) as error:
             problem = f"image {str(source)[:200]}: {error}; it passed the check at the start: restore or replace it"
             raise UserError(f"{sample.source}: {problem}") from None
-        images.append(image)
     vision = processor.vision_inputs(images)
     ids = torch.tensor(expand_images(engine_ids, images, processor))
     return Prompt(
@@ -319,7 +318,7 @@ def load_split(
 ) -> list[Sample]:
     """Like `load_samples`, with the columns, the length limit and `skip_bad_rows` from `flags`."""
     allow_megapixels(flags.max_megapixels)
-    rows = list(read_rows(data, flags.image_dir, flags.columns))
+    rows = list(read_rows(data, flags.image_dir, flags.columns, processor))
     return validate_rows(rows, data, task, processor, flags.max_prompt_length, flags.skip_bad_rows, keep_duplicates)
 
 

@@ -3,9 +3,8 @@
     x.jsonl, x.json    {"prompt": text with <image> tags, "answer", "images": [path, …]}, and further columns
     folder/            counting: main.csv with images_path, question, answer, next to images/
 
-parts/formats reads rows of every other shape (R1-V, veRL, TRL, SFT, …), ZIP files, Parquet files and data sets of the
-hub. `@split` selects a split; the default is "train". Data sets separated by commas are mixed. `raw_rows` opens a data
-set, and `parse_row` turns a row into a `Sample`.
+parts/formats reads rows of every other shape (R1-V, veRL, TRL, SFT, …), ZIP files, Parquet files and the hub. `@split`
+selects a split, by default "train"; commas separate data sets. `raw_rows` opens one, `parse_row` makes a `Sample`.
 """
 
 import base64
@@ -43,7 +42,7 @@ NOT_PLAIN = re.compile(
 )
 is_special = functools.lru_cache(NOT_PLAIN.fullmatch)  # data sets have few columns
 CODED = re.compile(r"(?i)\s*(data(:|%3A)|image/.*;|base64,|b'|iVBOR|[/_]9j|%2F9j|R0lGOD|UklGR|SUkq|TU0AK|Qk)")  # base64
-FILE = re.compile(CODED.pattern + r"|.*\.(png|jpe?g|webp|gif|bmp|tiff?|mp4|avi|mov|mkv|webm|mp3|wav|flac|m4a)$")
+FILE = re.compile(CODED.pattern + r"|.*\.(png|jpe?g|webp|gif|bmp|tiff?|mp[34]|avi|mov|mkv|webm|wav|flac|m4a)$|\s*\[")
 CHAT = re.compile(r"""(?s)["\ufeff\s]*\[?\s*\{.*["'](role|from|type)\\?["']\s*:""")  # in a text of JSON
 OSF_IMAGES = "VQA_RAD Image Folder"  # image folder in the OSF archive of VQA-RAD
 Locate = Callable[[str], AnyPath]  # returns where an image is, given its path in the row
@@ -60,13 +59,15 @@ class Problem(NamedTuple):
     message: str
 
 
-def read_rows(data: str, image_dir: str | None = None, columns: Columns | None = None) -> Iterator[Sample | Problem]:
+def read_rows(
+    data: str, image_dir: str | None = None, columns: Columns | None = None, processor: Any = None
+) -> Iterator[Sample | Problem]:
     """Yield the rows of `data` in order. Raises UserError when a data set cannot be read at all."""
     columns = columns or Columns()
     for source_index, spec in enumerate(data_sets(data)):
         for source, row, locate in raw_rows(spec, image_dir, columns=columns, split_json=True):
             try:
-                sample = parse_row(row, source, locate, columns)
+                sample = parse_row(row, source, locate, columns, processor)
                 sample.source_index = source_index
                 yield sample
             except RowError as error:
@@ -159,15 +160,15 @@ def _read_text(path: str | AnyPath) -> str:
 # --- one row ----------------------------------------------------------------------------------------------------------
 
 
-def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Columns) -> Sample:
-    """Turn a row into a sample. Raises RowError if the row cannot be used."""
+def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Columns, processor: Any = None) -> Sample:
+    """Turn a row into a sample, its places as the model of `processor` writes them. Raises RowError if it cannot be."""
     if isinstance(row, RowError):
         raise row
     names = [columns.prompt or "prompt", columns.answer or "answer", columns.images or "images"]
     if not is_plain(row, names):
         from parts.formats import as_sample
 
-        return as_sample(row, source, locate, columns)
+        return as_sample(row, source, locate, columns, processor)
     row = dict(row)
     prompt, answer, images, system = (row.pop(name, None) for name in [*names, "system"])
     sample = make_sample([], prompt, answer_text(answer), system, row, source)
@@ -178,7 +179,7 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
 def is_plain(row: dict, names: list[str]) -> bool:
     """Return whether a row has a text, an answer and perhaps paths of images in the columns `names`, in this order.
 
-    Its other columns hold texts and numbers, of which none is the path of an image.
+    Its other columns hold texts and numbers, of which none is the path of an image or a list.
     """
     prompt, answer, images = names
     others = {name: value for name, value in row.items() if name not in names}

@@ -41,6 +41,8 @@ class Config(RowFlags):
     """Check that the gold answers suit this task; by default, only check that they are not empty."""
     overwrite: bool = False
     """Replace `output_jsonl` if it exists."""
+    coordinates: Literal["file", "unit", "thousand", "file xywh", "unit xywh", "thousand xywh", "model", ""] = ""
+    """Coordinates of the boxes and points of the rows that do not name them; see docs/data.md."""
 
     def __post_init__(self) -> None:
         self.check_rows()
@@ -54,6 +56,8 @@ def convert(cfg: Config) -> int:
     check_output(cfg.output_jsonl, cfg.overwrite)
     allow_megapixels(cfg.max_megapixels)
     rows = load_samples(cfg.input_jsonl, cfg.task, cfg.image_dir, columns=cfg.columns, skip_bad_rows=cfg.skip_bad_rows)
+    for sample in rows if cfg.coordinates else ():
+        sample.fields.setdefault("coordinates", cfg.coordinates)
     write_rows(rows, cfg.output_jsonl)
     return len(rows)
 
@@ -105,7 +109,7 @@ def show(cfg: ShowFlags) -> str:
     """Return the prompt of a row: its images, tokens and text. Raises UserError if there is no such usable row."""
     allow_megapixels(cfg.max_megapixels)
     processor = processor_for(cfg)
-    rows = list(read_rows(cfg.data, cfg.image_dir, cfg.columns))
+    rows = list(read_rows(cfg.data, cfg.image_dir, cfg.columns, processor))
     row = next((row for row in rows if row.source.endswith(f" row {cfg.row}")), None)
     if row is None:
         known = " to ".join(each.source for each in rows[:1] + rows[-1:])

@@ -16,6 +16,7 @@ import json
 import pathlib
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from common import console
 from common.errors import UserError
@@ -25,6 +26,7 @@ from inputs.rows import OTHER_MEDIA, Locate, RowError, answer_text, make_sample,
 from parts.formats.beside import check_reply, refuse_beside, refuse_in_turn, with_reasoning
 from parts.formats.choices import with_choices
 from parts.formats.encoded import PICTURE, decoded
+from parts.formats.places import with_places
 
 CHAT_COLUMNS = ("conversations", "messages")
 PROMPT_COLUMNS = ("prompt", *CHAT_COLUMNS, "problem", "question", "query")
@@ -41,8 +43,11 @@ CHAT_TEXT = re.compile(
 )
 
 
-def as_sample(row: dict, source: str, locate: Locate, columns: Columns) -> Sample:
-    """Turn a row of any supported shape into a sample. Raises RowError if the row cannot be used."""
+def as_sample(row: dict, source: str, locate: Locate, columns: Columns, processor: Any = None) -> Sample:
+    """Turn a row of any supported shape into a sample. Raises RowError if the row cannot be used.
+
+    Boxes and points are converted to what the model of a `data.Processor` writes; without one, they stay as they are.
+    """
     row = dict(row)
     if media := next((name for name, value in row.items() if name.lower() in OTHER_MEDIA and value), None):
         raise RowError(f"a column is named '{media}', but only text and images are supported: remove it or the row")
@@ -70,7 +75,7 @@ def as_sample(row: dict, source: str, locate: Locate, columns: Columns) -> Sampl
         raise RowError(f"{len(for_teacher)} images in 'teacher_images', but {len(images)} for the model")
     sample = make_sample(earlier, prompt, answer, system, row, source)
     sample.responses, sample.teacher_images = [response], for_teacher
-    return place_images(sample, images)
+    return with_places(place_images(sample, images), processor)
 
 
 def _other_images(row: dict) -> list:

@@ -50,6 +50,7 @@ OTHER = [
     {"prompt": "What?", "answer": "3", "thinking": "I count."},
     {"prompt": "What?", "answer": "3", "tools": "[]"},
     {"prompt": "What?", "answer": "3", "loss": False},
+    {"prompt": "What?", "answer": "3", "bbox": " [1, 2, 3, 4]", "coordinates": "model"},
 ]
 
 
