@@ -58,7 +58,7 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
     benchmark or, for a task, `prompt` and `answer`."""
     benchmark: str | None = None
     """Named benchmark to score on instead of a task: aime24, math500, gpqa_diamond, geometry3k, vqa_rad, mme, mmstar,
-    mathvista or mathverse; its rows come from the hub unless `data` is given."""
+    mathvista, mathverse or screenspot; its rows come from the hub unless `data` is given."""
     data: str = ""
     """Rows to score on, in any format that training reads. For a benchmark: a file or folder with the columns of the
     benchmark."""

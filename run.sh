@@ -9,6 +9,7 @@
 #   ./run.sh vqa                      Qwen2.5-VL-3B on medical questions (VQA-RAD)
 #   ./run.sh geo3k                    Qwen2.5-VL-3B on geometry, with the settings of EasyR1's published baseline
 #   ./run.sh math text|image|mixed    Qwen2.5-VL-7B on mathematics; set REWARD_MODEL_URL to use a verifier model
+#   ./run.sh click                    Qwen2.5-VL-3B on where to click, with the settings of UI-R1
 #   ./run.sh count                    Qwen2.5-VL-3B on object counting, with an adapter on top of 4-bit weights, on one
 #                                     small GPU
 #   ./run.sh eval RUN [flags]         compare a trained run with its base, as its recipe does or with --benchmark NAME
@@ -22,7 +23,7 @@
 #                                     machine has no GPU but the training machines do. Before training on several
 #                                     machines, run this command once, on one of them
 #
-# The recipes are in recipes/. After vqa, geo3k, math or count, --smoke runs the recipe offline in a minute, with a tiny model
+# The recipes are in recipes/. After vqa, geo3k, math, click or count, --smoke runs the recipe offline in a minute, with a tiny model
 # and generated rows. Further flags of grpo.py override the recipe's own. Environment variables:
 #
 #   MODEL, DATA, TEST_DATA, OUTPUT    override the recipe's model, training rows, evaluation rows and output folder
@@ -217,7 +218,7 @@ eval_flags=() train_flags=() smoke_flags=() given_flags=()
 [ $# -gt 0 ] && shift
 require_number N_GPUS 1 1
 require_number RESTARTS 0 0
-case $recipe in vqa | geo3k | math | count) check_machines ;; *) NNODES=1 ;; esac
+case $recipe in vqa | geo3k | math | click | count) check_machines ;; *) NNODES=1 ;; esac
 case "$recipe ${1:-}" in
   -h\ * | --help\ * | help\ * | *\ -h | *\ --help)
     case $recipe in
@@ -246,7 +247,7 @@ case $recipe in
     [ -z "$smoke" ] || fail "real has no --smoke: it trains a model that is there"
     set_up
     . recipes/real.sh ;;
-  vqa | geo3k | math | count)
+  vqa | geo3k | math | click | count)
     if [ "$recipe" = math ]; then
       kind=${1:-} name=math-${1:-}
       case $kind in text | image | mixed) shift ;; *) fail "./run.sh math needs text, image or mixed after it, not '$kind'" ;; esac
@@ -294,5 +295,5 @@ case $recipe in
   setup)
     set_up
     echo ".venv is ready" ;;
-  *) fail "no recipe '$recipe'; there are: demo (the default), digits, zoom, real, vqa, geo3k, math, count, eval, fits, serve, test, setup" ;;
+  *) fail "no recipe '$recipe'; there are: demo (the default), digits, zoom, real, vqa, geo3k, math, click, count, eval, fits, serve, test, setup" ;;
 esac

@@ -34,6 +34,7 @@ from apps.service import app
 from lesson import grpo_in_one_file
 from parts import convert
 from parts.pages import __main__ as pages
+from recipes import click_rows
 
 FRONT = ["grpo", "sft", "packing", "rollout", "rewards", "data", "config", "evaluate", "merge_lora"]
 ROOMS = [
@@ -86,6 +87,7 @@ CONFIGS = {
     "apps.demo.real": real.Config,
     "apps.demo.vlm": vlm.Config,
     "apps.demo.zoom": zoom.Config,
+    "recipes.click_rows": click_rows.Config,
     "apps.service": app.Config,
 }
 TRACKED = tracked_files()  # a plugin of the user's may lie beside them

@@ -24,8 +24,9 @@ from common.cli import parse
 from common.errors import UserError
 from common.files import read_jsonl
 from config import Config, with_recipe
-from recipes import geo3k, sums
+from recipes import click, click_rows, geo3k, sums
 from recipes import vlm as vlm_rewards
+from rewards import format_reward
 from tests.helpers.runs import SMALL
 from tests.helpers.scripts import ROOT
 
@@ -92,7 +93,7 @@ def test_the_task_is_vqa_everywhere_unless_it_is_named():
 
 def test_run_sh_trains_with_the_same_flags():
     """`./run.sh vqa` and `grpo.py --task vqa` read the same file."""
-    for name in ("vqa", "math", "count", "geo3k"):
+    for name in ("vqa", "math", "count", "geo3k", "click"):
         assert "--learning_rate" not in (ROOT / "recipes" / f"{name}.sh").read_text()
 
 
@@ -181,6 +182,84 @@ def test_the_rewards_of_geo3k():
     assert (geo3k.accuracy(good, "0.5"), geo3k.boxed(good, "0.5")) == (1.0, 1.0)
     assert (geo3k.accuracy("\\boxed{0.5}", "1/2"), geo3k.boxed("\\boxed{0.5}", "1/2")) == (1.0, 0.0)
     assert geo3k.accuracy(good, "2") == geo3k.accuracy("0.5", "0.5") == geo3k.boxed("<think>a</think> 3", "3") == 0
+
+
+def clicked(name: str, place: str) -> str:
+    return f"<think>a [1, 1]</think> <answer>[{{'action': '{name}', 'coordinate': {place}}}]</answer>"
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "scores"),
+    [
+        (clicked("click", "[15, 30]"), "click", (1, 1, 1)),
+        (clicked("click", "[20, 40]"), "click", (1, 1, 1)),  # on the edge
+        (clicked("click", "[21, 30]"), "click", (1, 0, 1)),
+        (clicked("click", "[15, 30], [80, 80]"), "click", (1, 0, 1)),  # several points
+        (clicked("click", "[x, y]"), "click", (1, 0, 1)),
+        (clicked("scroll", "[15, 30]"), "click", (0, 0, 1)),
+        (clicked("scroll", "[0, 0]"), "scroll", (1, 1, 1)),
+        (clicked("click", "[15, 30]"), "scroll", (0, 0, 1)),
+        ("[{'action': 'click', 'coordinate': [15, 30]}]", "click", (1, 1, 0)),
+        (clicked("click", "[15, 30]").replace("}]", "}, {'action': 'scroll'}]"), "click", (0, 0, 1)),  # several actions
+        ("<think>[{'action': 'click', 'coordinate': [15, 30]}]</think><answer>no</answer>", "click", (0, 0, 1)),
+        ("", "click", (0, 0, 0)),
+    ],
+)
+def test_the_rewards_of_click(completion, gold, scores):
+    """UI-R1's three: the action, the place, the format."""
+    box = {"bbox": [10, 20, 20, 40], "coordinates": "model"} if gold == "click" else {}
+    got = (click.action(completion, gold), click.place(completion, gold, **box), format_reward(completion))
+    assert got == scores
+    if gold == "click" and scores[0]:
+        with pytest.raises(ValueError, match="a click needs 'bbox', and 'coordinates'"):
+            click.place(completion, gold, **box | {"coordinates": "file"})
+
+
+def test_click_has_the_published_settings(monkeypatch):
+    """Those of UI-R1's train.sh, TRL's defaults where it gives none, and 8 epochs (docs/training.md).
+
+    Eight GPUs with a batch of 1 and two steps of accumulation are 16 completions in an update: two prompts of 8.
+    """
+    cfg = parsed(monkeypatch, *shlex.split((ROOT / "recipes/click.flags").read_text(), comments=True), "--data=x")
+    assert (cfg.prompts_per_update * cfg.num_generations, cfg.num_generations, cfg.epochs) == (8 * 1 * 2, 8, 8)
+    assert (cfg.learning_rate, cfg.lr_schedule, cfg.warmup, cfg.weight_decay) == (1e-6, "linear", 0, 0)
+    assert (cfg.beta, cfg.clip_low, cfg.clip_high, cfg.num_iterations, cfg.temperature) == (0.04, None, None, 1, 1)
+    assert (cfg.min_pixels, cfg.max_pixels, cfg.max_completion_length) == (3136, 12845056, 256)
+    assert (cfg.loss_type, cfg.advantage, cfg.train_vision, cfg.lora_rank) == ("grpo", "group", True, 0)
+    # published: the rate of the second update is 9.98e-7
+    assert 1e-6 * (1 - 1 / (136 * cfg.epochs / cfg.prompts_per_update)) == pytest.approx(9.98e-7, abs=5e-10)
+
+
+def test_the_rows_of_click_are_read_as_published(tmp_path, tiny_model, capsys):
+    """As UI-R1's code reads them: a row with a box is a click, in pixels of the file."""
+    from data import load_processor, load_split
+
+    (tmp_path / "train_imgs").mkdir()
+    Image.new("RGB", (168, 84)).save(tmp_path / "train_imgs" / "a.png")
+    rows = [
+        {"img_filename": "a.png", "instruction": "open it", "bbox": [20, 10, 60, 40]},
+        {"img_filename": "a.png", "instruction": "go back", "action": "navigate_back"},
+    ]
+    (tmp_path / "train.json").write_text(json.dumps(rows))
+    click_rows.main(click_rows.Config(output=f"{tmp_path}/out", input=str(tmp_path)))
+    assert "2 rows, 1 of them clicks" in capsys.readouterr().out
+    processor = load_processor(tiny_model, "vqa", f"{ROOT}/recipes/click.jinja", 0, 84 * 42)
+    cfg = Config(data=f"{tmp_path}/out/train.jsonl")
+    first, second = load_split(cfg, cfg.data, None, processor)
+    assert (first.answer, first.fields["bbox"], first.fields["extent"]) == ("click", [10, 3, 30, 13], [84, 28])
+    assert (second.answer, second.fields) == ("navigate_back", {})
+    text = processor.template.render(content=first.prompt)
+    assert (
+        text.startswith("<image>This is a screenshot. Carry out this command: open it\n") and text.count("<image>") == 1
+    )
+    with pytest.raises(UserError, match=r"row 1: no text under 'instruction' \(columns: img_filename\)"):
+        click_rows.as_row({"img_filename": "a.png"}, 1, tmp_path)
+    with pytest.raises(UserError, match=r"row 1: neither 'bbox' nor 'action'"):
+        click_rows.as_row({"img_filename": "a.png", "instruction": "x"}, 1, tmp_path)
+    with pytest.raises(
+        UserError, match=r"none/train\.json cannot be read .*: is --input the folder of LZXzju/UI-R1-3B"
+    ):
+        click_rows.main(click_rows.Config(output=f"{tmp_path}/out", input=f"{tmp_path}/none"))
 
 
 # --- real -------------------------------------------------------------------------------------------------------------

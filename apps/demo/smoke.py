@@ -3,6 +3,7 @@
     python -m apps.demo.smoke --recipe vqa --output FOLDER    # conversations JSONL as in VQA-RAD, next to images/
     python -m apps.demo.smoke --recipe geo3k --output FOLDER  # EasyR1 JSONL, next to images/
     python -m apps.demo.smoke --recipe math --output FOLDER   # text: parquet as in Skywork-OR1; image: a saved data set
+    python -m apps.demo.smoke --recipe click --output FOLDER  # rows with boxes, and test rows as in ScreenSpot
     python -m apps.demo.smoke --recipe count --output FOLDER  # ZIP files with main.csv and images/
 
 The model has random weights. The data consists of a few generated rows in the recipe's real format. A smoke run shows
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from PIL import Image
 
 from apps.demo import tiny
 from common import cli
@@ -29,7 +31,7 @@ WRITTEN = {"model", "train.jsonl", "test.jsonl", "images", "text.parquet", "imag
 class Config:
     """Write a tiny model and a few rows of a recipe's data."""
 
-    recipe: Literal["vqa", "geo3k", "math", "count"]
+    recipe: Literal["vqa", "geo3k", "math", "count", "click"]
     """Recipe to write data for."""
     output: str
     """Folder for model/ and the data. What an earlier call has written there is replaced."""
@@ -87,6 +89,27 @@ def write_math(folder: pathlib.Path, rng: np.random.Generator) -> None:
     datasets.Dataset.from_list(rows).save_to_disk(str(folder / "image"))
 
 
+def write_click(folder: pathlib.Path, rng: np.random.Generator) -> None:
+    """Write train.jsonl with clicks and another action, as recipes/click_rows.py does, and test.jsonl as ScreenSpot."""
+    (folder / "images").mkdir()
+    for name in ("train", "test"):
+        rows = []
+        for i in range(ROWS):
+            (x, y), image = rng.integers(0, 60, 2).tolist(), f"images/{name}-{i}.png"
+            screen, box = Image.new("RGB", (84, 84), "white"), [x, y, x + 24, y + 24]
+            screen.paste((30, 90, 200), (x, y, x + 24, y + 24))
+            screen.save(folder / image)
+            row: dict = {"prompt": "open the blue square", "images": [image], "answer": "click", "bbox": box}
+            row |= {"coordinates": "file"}
+            if name == "test":
+                row = {"instruction": row["prompt"], "image": image, "bbox": [edge / 84 for edge in box]}
+                row |= {"file_name": image, "data_type": ["icon", "text"][i % 2], "data_source": "android"}
+            elif i % 4 == 3:
+                row = {"prompt": "go back", "images": [image], "answer": "navigate_back"}
+            rows.append(json.dumps(row) + "\n")
+        (folder / f"{name}.jsonl").write_text("".join(rows))
+
+
 def write_count(folder: pathlib.Path, rng: np.random.Generator) -> None:
     """Write train.zip and test.zip, in the format that users upload."""
     for name in ("train", "test"):
@@ -101,8 +124,9 @@ def main(cfg: Config) -> None:
         raise UserError(f"--output {cfg.output!r} holds something else ({others[0]}): choose a new folder")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    write = {"vqa": write_vqa, "geo3k": write_geo3k, "math": write_math, "count": write_count}[cfg.recipe]
-    write(folder, np.random.default_rng(0))
+    write = {"vqa": write_vqa, "geo3k": write_geo3k, "math": write_math, "count": write_count}
+    write |= {"click": write_click}
+    write[cfg.recipe](folder, np.random.default_rng(0))
     tokenizer = tiny.byte_tokenizer()
     tiny.save(tiny.build_model(tokenizer, seed=0), tokenizer, folder / "model")
     print(f"{folder}: wrote a tiny model with random weights, and {ROWS} rows per data set")

@@ -35,6 +35,7 @@ from rewards import MAX_UNSCORED
 from rollout import Engine
 
 RESAMPLES = 2000
+CONVENTIONS = {"pixels": "in pixels of the resized picture", "thousand": "from 0 to 1000"}
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
@@ -127,7 +128,15 @@ class BenchmarkJudge(Judge):
         data, length = cfg.data or hub, cfg.max_prompt_length
         rows = [table.read_row(self.name, *row) for row in raw_rows(data, cfg.image_dir, hub.rpartition("@")[2])]
         samples = validate_rows(rows, data, None, processor, length, cfg.skip_bad_rows, keep_duplicates=True)
-        return self._checked(samples[: cfg.limit or None])
+        samples = samples[: cfg.limit or None]
+        for sample in samples:
+            table.BENCHMARKS[self.name].prepare(sample, processor)
+        if self.name == "screenspot":
+            taken = CONVENTIONS[samples[0].fields["convention"]]
+            console.log(
+                f"screenspot: points are read {taken}, as the family writes them; in_pixels, in_thousand: either way"
+            )
+        return self._checked(samples)
 
     def saved_sample(self, source: str, row: dict, output: dict) -> Sample:
         for name in ("answers", "measures", "gold", "source", "prompt"):
@@ -187,13 +196,15 @@ def summarise_benchmark(name: str, rows: list[dict], server: str | None = None) 
         )
     if no_reply:
         scoring = f"{scoring}, {no_reply:.1%} without a reply"
+    if name == "screenspot":
+        scoring += f", points {CONVENTIONS[rows[0]['convention']]}"
     scores: dict[str, Any] = {"benchmark": name, "scoring": scoring}
     score = score_of(name, rows)
     least_k = 2 if score.values.shape[1] == 1 else 1
     total = {"score": score.total(), "score_95": interval(score.bootstrap())}
     scores |= shared_scores(total, [row["exact"] for row in rows], rows, least_k)
     scores["no_answer"] = mean([answer is None for row in rows for answer in row["answers"]])
-    for measure in ("open_recall", "open_f1"):
+    for measure in ("open_recall", "open_f1", "in_pixels", "in_thousand"):
         if values := [each[measure] for each in measures if measure in each]:
             scores[measure] = mean(values)
     return scores | {"no_verdict": no_reply, "parts": _subset_scores(name, rows)}

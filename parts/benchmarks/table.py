@@ -21,6 +21,7 @@ from common.errors import UserError, dataclass, takes
 from common.records import Sample, Turn
 from grading import answers
 from inputs.rows import Locate, Problem, RowError, drop_images, place_images, resolve_image
+from parts.benchmarks import screenspot
 from parts.benchmarks.choices import LETTERS, chosen_letter, extract_choice, is_part, whole_number
 from rewards import mathematics, vqa_reward
 
@@ -52,6 +53,8 @@ class Benchmark:
     may_be_empty: tuple[str, ...] = ()  # which of `columns` may be empty
     prompt: Annotated[Callable[[Row], str], takes("row")] = lambda row: str(row["question"])
     gold: Annotated[Callable[[Row], str], takes("row")] = lambda row: str(row["answer"])
+    prepare: Annotated[Callable[[Sample, Any], None], takes("sample, processor")] = lambda sample, processor: None
+    """Adds to the columns of a row what the judge needs of the model's `data.Processor`."""
     server_role: str | None = None
     """Role of a server's model in the official scoring: `extractor` or `judge`; None if answers are scored by rule."""
 
@@ -254,6 +257,11 @@ def judge_mathverse(text: str, gold: str, row: Row, judge: Server) -> Judgement:
     return Judgement(answer, bool(verdict), {"no_verdict": float(verdict is None)})
 
 
+def judge_screenspot(text: str, gold: str, row: Row, _: Server) -> Judgement:
+    """Look whether the only point of the answer is in the row's box; see screenspot.py."""
+    return Judgement(*screenspot.hits(text, row))
+
+
 def _problem(row: Row) -> str:
     return str(row["problem"])
 
@@ -311,6 +319,16 @@ BENCHMARKS = {
         prompt=lambda row: str(row["query_wo"] or row["question"]),
         server_role="judge",
     ),
+    "screenspot": Benchmark(
+        "rootsautomation/ScreenSpot@test",
+        judge_screenspot,
+        ("instruction", "bbox"),
+        "image",
+        subset_columns=("data_type", "data_source"),
+        prompt=lambda row: str(row["instruction"]),
+        gold=screenspot.gold_box,
+        prepare=screenspot.prepare,
+    ),
 }
 
 
@@ -341,7 +359,7 @@ def to_sample(name: str, source: str, row: Row) -> Sample:
     benchmark = BENCHMARKS[name]
     for column in benchmark.columns:
         _check_present(name, row, column)
-        if isinstance(row[column], dict) or (isinstance(row[column], list) and column != "choices"):
+        if isinstance(row[column], dict) or (isinstance(row[column], list) and column not in ("choices", "bbox")):
             raise RowError(f"column '{column}' is neither text nor a number")
     if name == "aime24" and whole_number(str(row["answer"])) is None:
         raise RowError(f"the answer {str(row['answer'])[:40]!r} is not a whole number, so no response can equal it")

@@ -758,6 +758,7 @@ ROWS = {
     "mmstar": {"question": "Which? A: x", "answer": "A", "category": "c", "l2_category": "l", "image": "a.png"},
     "mathvista": VISTA | {"question_type": "free_form", "answer": "5", "decoded_image": "a.png"},
     "mathverse": {"question": "Q", "answer": "A", "question_type": "multi-choice", "query_wo": "Q?", "image": "a.png"},
+    "screenspot": {"instruction": "open it", "bbox": [0.1, 0.2, 0.5, 0.75], "image": "a.png"},
 }
 
 
