@@ -159,7 +159,7 @@ def test_a_plugin_has_flags_and_a_benchmark(tiny_model, shapes, tmp_path):
     unknown = start("evaluate.py", *arguments(predictions=tmp_path / "saved.jsonl", benchmark="sum", output=tmp_path))
     assert (unknown.returncode, unknown.stderr.count("\n")) == (2, 1)
     assert unknown.stderr.startswith("error: --benchmark sum: choose one of aime24, math500,")
-    assert unknown.stderr.endswith("mathverse, sums, or add one with --plugin FILE\n")
+    assert unknown.stderr.endswith("screenspot, sums, or add one with --plugin FILE\n")
     convert = ["convert", f"--input_jsonl={shapes}", f"--output_jsonl={tmp_path}/rows.jsonl", "--task=own"]
     plugin.write_text(f"{WEIGHTED}\nimport rewards\nrewards.TASKS['own'] = rewards.TASKS['count']\n")
     assert start("data.py", *convert).returncode == 0

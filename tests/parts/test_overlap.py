@@ -13,6 +13,7 @@ from PIL import Image
 
 pytest.importorskip("parts.convert", reason="needs parts/convert, which is not here")
 
+import data
 from common.errors import UserError
 from common.files import read_jsonl
 from data import load_samples
@@ -161,6 +162,15 @@ def test_a_run_says_how_many_pictures_of_eval_data_it_trains_on(tmp_path, tiny_m
     ]
     check_inputs(Config(**flags, output=str(tmp_path / "run"), eval_data=texts))
     assert "--eval_data" not in capsys.readouterr().err
+
+
+def test_a_run_does_without_the_line_if_the_part_is_not_here(tmp_path, tiny_model, monkeypatch, capsys):
+    scan(0, 56).save(tmp_path / "0.png")
+    rows = write(tmp_path / "rows.jsonl", [("q", "0.png")])
+    flags = {"model": tiny_model, "prompts_per_step": 1, "data": rows, "eval_data": rows}
+    monkeypatch.setattr(data, "extra", lambda name, is_needed=False: None)
+    _, held_out, *_ = check_inputs(Config(**flags, output=str(tmp_path / "run")))
+    assert len(held_out) == 1 and "--eval_data" not in capsys.readouterr().err
 
 
 def test_files_are_read_only_if_they_may_be_equal(tmp_path, monkeypatch, capsys):
