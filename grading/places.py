@@ -17,6 +17,7 @@ from grading.answers import answer_part
 
 Place = Sequence[float]
 Pair = tuple[int, int]
+COLUMN = re.compile(r"(?i)(?:gt_)?(?:(b?box(?:es)?)|points?)(?:_2d)?")  # of a row's places; group 1: of boxes
 
 
 # --- coordinates ------------------------------------------------------------------------------------------------------
@@ -49,6 +50,21 @@ def to_model(place: Place, size: Pair, extent: Pair) -> list[int]:
 def to_file(place: Place, size: Pair, extent: Pair) -> list[float]:
     """Return a place in the model's coordinates in pixels of the file."""
     return [x / extent[i % 2] * size[i % 2] for i, x in enumerate(place)]
+
+
+def gold_places(fields: dict[str, Any], length: int) -> list[Place]:
+    """Return the boxes (`length` 4) or points (2) of a row's columns, in the coordinates of the model.
+
+    Raises ValueError if it has none, or if they are in other coordinates (docs/data.md).
+    """
+    own = [
+        value for name, value in fields.items() if (match := COLUMN.fullmatch(name)) and bool(match[1]) == (length == 4)
+    ]
+    columns = [value for value in own if isinstance(value, list)]
+    if not columns or fields.get("coordinates") != "model":
+        kind = "boxes" if length == 4 else "points"
+        raise ValueError(f"the row has no {kind} in the model's coordinates: see 'Boxes and points' in docs/data.md")
+    return [place for value in columns for place in (value if not value or isinstance(value[0], list) else [value])]
 
 
 # --- what an answer says ----------------------------------------------------------------------------------------------
@@ -99,7 +115,7 @@ def _find(text: str, length: int, pattern: re.Pattern) -> list[tuple[float, ...]
 
 def _lists(value: Any, length: int) -> Iterator[tuple[float, ...]]:
     """Yield the lists of `length` numbers in what JSON holds."""
-    if isinstance(value, list) and len(value) == length and all(type(x) in (int, float) for x in value):
+    if isinstance(value, list) and len(value) == length and all(type(x) in (int, float) and x == x for x in value):
         yield tuple(float(min(max(x, -1e6), 1e6)) for x in value)
     elif isinstance(value, list | dict):
         for item in value if isinstance(value, list) else value.values():
@@ -134,3 +150,37 @@ def giou(a: Place, b: Place) -> float:
 def contains(box: Place, point: Place) -> bool:
     """Return whether a point is in a box or on its edge."""
     return box[0] <= point[0] <= box[2] and box[1] <= point[1] <= box[3]
+
+
+def best_pairs(scores: Sequence[Sequence[float]]) -> list[Pair]:
+    """Return the pairs (row, column) whose sum of `scores` (N, M) is largest; each row and column is in one at most.
+
+    The Hungarian algorithm with potentials, O(N² M) for N ≤ M. `scipy.optimize.linear_sum_assignment` does the same,
+    but SciPy is not a requirement.
+    """
+    if scores and len(scores) > len(scores[0]):
+        return sorted((row, column) for column, row in best_pairs(list(zip(*scores))))
+    columns = len(scores[0]) if scores else 0
+    row_of: list[int] = [0] * (columns + 1)  # counted from 1; 0: none. Column 0 holds the row that is being placed.
+    u, v = [0.0] * (len(scores) + 1), [0.0] * (columns + 1)
+    for row in range(1, len(scores) + 1):
+        row_of[0], column = row, 0
+        slack, before, is_done = [float("inf")] * (columns + 1), [0] * (columns + 1), [False] * (columns + 1)
+        while row_of[column]:
+            is_done[column], here = True, row_of[column]
+            open_columns = [j for j in range(1, columns + 1) if not is_done[j]]
+            for j in open_columns:
+                cost = -scores[here - 1][j - 1] - u[here] - v[j]
+                if cost < slack[j]:
+                    slack[j], before[j] = cost, column
+            nearest = min(open_columns, key=slack.__getitem__)
+            step = slack[nearest]
+            for j in range(columns + 1):
+                if is_done[j]:
+                    u[row_of[j]], v[j] = u[row_of[j]] + step, v[j] - step
+                else:
+                    slack[j] -= step
+            column = nearest
+        while column:
+            row_of[column], column = row_of[before[column]], before[column]
+    return sorted((row_of[j] - 1, j - 1) for j in range(1, columns + 1) if row_of[j])

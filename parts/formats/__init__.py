@@ -1,8 +1,8 @@
 """Data sets of every format but plain JSON rows and folders with main.csv.
 
 Imports `common`, `config`, `grading` and `inputs`. `inputs/rows.py` asks for it, by a row or a file that is not plain.
-Start reading at `rows.py`, which asks `beside.py` (reasoning, tools, earlier turns), `choices.py`, `encoded.py` (base64)
-and `places.py` (boxes and points); `tables.py` opens Parquet files and data sets of the hub, `zips.py` ZIP files.
+Start reading at `rows.py`, which asks `beside.py` (reasoning, tools, earlier turns), `choices.py`, `encoded.py`
+(base64) and `places.py` (boxes, points); `tables.py` opens Parquet files and data sets of the hub, `zips.py` ZIP files.
 """
 
 import functools

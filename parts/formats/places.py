@@ -17,11 +17,10 @@ from typing import Any
 from PIL import Image
 
 from common.records import Sample
-from grading.places import Pair, extent_of, to_model
+from grading.places import COLUMN, Pair, extent_of, to_model
 from inputs.images import FORMATS, ORIENTATION, UNREADABLE, read_source
 from inputs.rows import RowError
 
-NAME = re.compile(r"(?i)(?:gt_)?(?:(b?box(?:es)?)|points?)(?:_2d)?")  # of a column; group 1: boxes
 TAG = {4: "<bbox>", 2: "<point>"}  # what stands for a place of so many numbers in a text
 UNITS = ("file", "unit", "thousand")
 FORMS = f"{', '.join(UNITS)} or model, and for boxes [x, y, width, height] file xywh and so on"
@@ -50,7 +49,7 @@ def with_places(sample: Sample, processor: Any) -> Sample:
 
 def _places(name: str, value: Any) -> list | None:
     """Return the places in a column, a list of lists of numbers; None if it holds none. Raises RowError."""
-    match = NAME.fullmatch(name)
+    match = COLUMN.fullmatch(name)
     if match and isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)

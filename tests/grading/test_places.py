@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from data import load_processor
-from grading.places import extent_of, to_file, to_model
+from grading.places import best_pairs, contains, extent_of, find_boxes, find_points, giou, iou, to_file, to_model
 from inputs.images import fit_image
 from tests.helpers.models import WITH_IMAGES, save_tiny
 
@@ -74,3 +74,88 @@ def test_a_text_model_has_no_coordinates(tmp_path):
     processor = load_processor(save_tiny("qwen2_5", tmp_path), "count")
     with pytest.raises(ValueError, match="the model is text-only"):
         extent_of((10, 10), processor)
+
+
+# --- what an answer says ----------------------------------------------------------------------------------------------
+
+A, B = (1.0, 2.0, 30.0, 40.0), (5.0, 6.0, 7.5, 80.0)
+BOXES = [
+    ("[1, 2, 30, 40]", [A]),
+    ("[[1, 2, 30, 40], [5, 6, 7.5, 80]]", [A, B]),
+    ('{"bbox_2d": [1, 2, 30, 40], "label": "the 5 [5, 6, 7, 8]"}', [A]),
+    ('```json\n[{"bbox_2d": [1, 2, 30, 40]}, {"bbox": [5, 6, 7.5, 80]}]\n```', [A, B]),
+    ('It is {"bbox_2d": [1, 2, 30, 40], "label": "cat"}.', [A]),
+    ("<|object_ref_start|>cat (1,2),(3,4)<|object_ref_end|><|box_start|>(1,2),(30,40)<|box_end|>", [A]),  # Qwen2-VL
+    ("<|begin_of_box|>[[1,2,30,40]]<|end_of_box|>", [A]),  # GLM
+    ("The box is <|begin_of_box|>[1,2,30,40]<|end_of_box|>.", [A]),
+    ("<ref>cat 3</ref><box>[[1, 2, 30, 40], [5, 6, 7.5, 80]]</box>", [A, B]),  # InternVL
+    ("(1, 2), (30, 40)", [A]),  # Aria
+    ("<think>Perhaps [5, 6, 7.5, 80].</think>[1, 2, 30, 40]", [A]),
+    ("[5, 6, 7.5, 80]</think><answer>[1, 2, 30, 40]</answer>", [A]),
+    ("<think>[1, 2, 30, 40]", []),
+    ("[x1, y1, x2, y2]", []),
+    ("[1, 2, 3]", []),
+    ("[1, 2, 3, 4, 5]", []),
+    ("[[1, 2], [30, 40]]", []),
+    ("[true, 2, 30, 40]", []),
+    ("[1, 2, NaN, 40]", []),
+    ("[1e999, 2, 30, 40]", [(1e6, 2.0, 30.0, 40.0)]),
+    ("[" * 100_000, []),
+    ("[1, 2, 30, 40] " * 1000, [A] * 200),
+]
+POINTS = [
+    ("[12, 34]", [(12.0, 34.0)]),
+    ('{"point_2d": [12, 34], "label": "at 5, 6 (5, 6)"}', [(12.0, 34.0)]),
+    ("click(12, 34)", [(12.0, 34.0)]),
+    ('<points x1="12" y1="34" x2="5.5" y2="6" alt="a (1, 2)">cats</points>', [(12.0, 34.0), (5.5, 6.0)]),
+    ('<point x="12" y="34">', [(12.0, 34.0)]),
+    ("[[12, 34], [5, 6]]", [(12.0, 34.0), (5.0, 6.0)]),
+    ("(1,2),(30,40)", []),  # a box of Qwen2-VL
+    ("The box [1, 2, 30, 40].", []),
+    ("12, 34", []),
+]
+
+
+@pytest.mark.parametrize(("text", "boxes"), BOXES, ids=range(len(BOXES)))
+def test_boxes_are_read_in_the_forms_of_the_families(text, boxes):
+    assert find_boxes(text) == boxes
+
+
+@pytest.mark.parametrize(("text", "points"), POINTS, ids=range(len(POINTS)))
+def test_points_are_read(text, points):
+    assert find_points(text) == points
+
+
+# --- how well places agree --------------------------------------------------------------------------------------------
+
+
+def test_overlap_by_hand():
+    square = (0, 0, 10, 10)
+    assert iou(square, square) == giou(square, square) == 1
+    assert iou(square, (5, 0, 15, 10)) == pytest.approx(50 / 150) == giou(square, (5, 0, 15, 10))
+    assert iou(square, (20, 0, 30, 10)) == 0 and giou(square, (20, 0, 30, 10)) == pytest.approx(-100 / 300)
+    assert iou(square, (10, 0, 0, 10)) == 0 and giou(square, (10, 0, 0, 10)) == -1
+    assert iou(square, (5, 5, 15, 15)) == pytest.approx(25 / 175)
+    assert giou(square, (5, 5, 15, 15)) == pytest.approx(25 / 175 - 50 / 225)
+    assert contains(square, (10, 0)) and not contains(square, (10.1, 0))
+
+
+def test_overlap_is_the_same_in_every_unit():
+    rng = random.Random(1)
+    for _ in range(100):
+        a, b = ([rng.uniform(0, 50), rng.uniform(0, 50), rng.uniform(50, 99), rng.uniform(50, 99)] for _ in "ab")
+        in_unit = [to_file(box, (7, 1000), (100, 100)) for box in (a, b)]
+        assert iou(a, b) == pytest.approx(iou(*in_unit)) and giou(a, b) == pytest.approx(giou(*in_unit))
+
+
+def test_the_best_pairs_are_those_of_trying_all():
+    rng = random.Random(2)
+    for rows, columns in itertools.product(range(6), repeat=2):
+        for _ in range(20):
+            scores = [[rng.choice([0, rng.random()]) for _ in range(columns)] for _ in range(rows)]
+            pairs = best_pairs(scores)
+            assert len(pairs) == len({i for i, _ in pairs}) == len({j for _, j in pairs}) == min(rows, columns)
+            turned = scores if rows <= columns else list(zip(*scores))
+            tries = itertools.permutations(range(max(rows, columns)), min(rows, columns))
+            best = max(sum(turned[i][j] for i, j in enumerate(each)) for each in tries) if turned else 0
+            assert sum(scores[i][j] for i, j in pairs) == pytest.approx(best)
