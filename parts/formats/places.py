@@ -96,6 +96,10 @@ def _convert(sample: Sample, found: dict[str, list], processor: Any) -> None:
         raise RowError(
             f"{name!r} holds places in one picture, and the row has {len(images)}: write 'coordinates': 'model'"
         )
+    if sample.teacher_images and not processor.family.coordinates:
+        raise RowError(
+            f"{name!r} would be in pixels of the model's picture, and the teacher sees 'teacher_images': remove one"
+        )
     if "extent" in sample.fields:
         raise RowError("a column is named 'extent', the largest (x, y) of the model: rename the column")
     try:
@@ -129,7 +133,7 @@ def _in_file(name: str, place: list, unit: str, form: str, size: Pair) -> list[f
     where = f"{name!r}: {str(place)[:60]}"
     if any(not -slack[i % 2] <= x <= 1 + slack[i % 2] for i, x in enumerate(scaled)):
         raise RowError(f"{where} is outside the picture of {size[0]}x{size[1]} pixels if 'coordinates' is {unit!r}")
-    if unit == "file" and max(place) <= 1 and any(x % 1 for x in place):
+    if unit == "file" and (max(place) <= 1 if len(place) == 4 else all(0 < x < 1 for x in place)):
         raise RowError(f"{where} is less than a pixel if 'coordinates' is 'file': is it 'unit'?")
     if len(place) == 4 and not (place[0] < place[2] and place[1] < place[3]):
         raise RowError(f"{where} has no area as [x1, y1, x2, y2]: if it is [x, y, width, height], write '{unit} xywh'")

@@ -74,6 +74,7 @@ def test_places_alone_are_the_answer(picture, processor):
         ({"boxes": [BOX, BOX]}, [box, box]),
         ({"bboxes": []}, []),
         ({"point": [64, 120]}, point),
+        ({"point": [0, 0.1]}, [0, 0]),
         ({"points": [[64, 120]]}, [point]),
     ):
         sample = read(row | {"coordinates": "file"}, picture, processor)
@@ -134,6 +135,7 @@ def test_a_turned_picture_counts_as_it_is_seen(tmp_path, processor):
         ({"bbox": BOX, "coordinates": "unit"}, "is outside the picture of 640x480 pixels if 'coordinates' is 'unit'"),
         ({"bbox": [700, 2, 900, 9], "coordinates": "file"}, "'bbox': [700, 2, 900, 9] is outside the picture"),
         ({"bbox": [0.1, 0.2, 0.3, 0.4], "coordinates": "file"}, "is less than a pixel if 'coordinates' is 'file'"),
+        ({"bbox": [0, 0, 1, 1], "coordinates": "file"}, "is less than a pixel"),
         ({"point": [0.1, 0.2], "coordinates": "file"}, "is less than a pixel"),
         ({"bbox": [300, 9, 200, 90], "coordinates": "file"}, "has no area as [x1, y1, x2, y2]: if it is [x, y, wid"),
         (
@@ -193,3 +195,12 @@ def test_sft_trains_on_what_the_model_writes(picture, processor, tmp_path):
     (answered,) = sft.load_answers(cfg, cfg.data, processor)
     text = processor.tokenizer.decode(answered.ids[0])
     assert text.startswith(json.dumps({"bbox_2d": expected(processor)[0]}))
+
+
+def test_a_teacher_with_another_picture_reads_no_pixels_of_this_one(picture, processor):
+    row = {"bbox": BOX, "coordinates": "file", "teacher_images": [picture]}
+    if processor.name == "qwen3_vl":  # 0 to 1000, whatever the size
+        assert read(row, picture, processor).fields["bbox"] == expected(processor)[0]
+    else:
+        with pytest.raises(RowError, match="the teacher sees 'teacher_images': remove one"):
+            read(row, picture, processor)
