@@ -74,7 +74,7 @@ def pairs_of_numbers(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 def reading_rows(pairs: np.ndarray, rng: np.random.Generator) -> Iterator[tuple[list[int], str, str]]:
     """Yield `READING` times the numbers of a picture, a question and its answer. A third each show a digit, a number.
 
-    With two small numbers alone, a new vision tower does not begin to learn (docs/real.md).
+    With two small numbers alone, a new vision tower does not begin to learn (docs/log.md).
     """
     for i in range(READING):
         if i % 3 != 2:
