@@ -1,12 +1,16 @@
 """The rewards of examples/places.py by hand, exploits among them, and as a run computes them."""
 
 import json
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from common import plugins
+from common.files import read_jsonl
 from common.records import Rollout
 from config import RewardFlags
 from evaluation.scorer import Scorer
@@ -122,3 +126,48 @@ def test_a_run_scores_what_a_completion_says(places):
     task = places.rewards.TASKS["box"]
     assert [task.verdict("exact_match", text, "", each.total) for text, each in zip(texts, found)] == [1, 1, 0, 0, 1]
     assert [task.verdict("format", text) for text in texts] == [1, 1, 1, 0, 1]
+
+
+@pytest.mark.slow
+@needs("apps")
+@needs("parts/formats")
+@needs("parts/workers.py")
+def test_a_tiny_model_learns_to_point(tmp_path):
+    """Rows are in pixels of files twice as large as what the model sees; half of the points in the SFT are wrong."""
+    from apps.demo import tiny
+
+    rng, side, cell = np.random.default_rng(0), 2 * tiny.SIZE, tiny.SIZE
+    corners = [(0, 0), (cell, 0), (0, cell), (cell, cell)]
+    rows: dict[str, list[dict]] = {"noisy": [], "train": [], "test": []}
+    for i in range(2048 + 256):
+        image = Image.new("RGB", (side, side), tuple(rng.integers(200, 256, 3).tolist()))
+        x, y = corners[rng.integers(4)]
+        image.paste(tuple(rng.integers(0, 120, 3).tolist()), (x, y, x + cell, y + cell))
+        image.save(tmp_path / f"{i}.png")
+        row = {"prompt": "<image>Where is the square?", "images": [f"{i}.png"], "coordinates": "file"}
+        rows["train" if i < 2048 else "test"].append(row | {"bbox": [x, y, x + cell, y + cell]})
+        left, top = (x, y) if rng.random() < 0.3 else corners[rng.integers(4)]
+        rows["noisy"].append(row | {"point": [left + cell // 2, top + cell // 2]})
+    for name, own in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    tokenizer = tiny.byte_tokenizer()
+    tiny.save(tiny.build_model(tokenizer, 0), tokenizer, tmp_path / "start")
+    shared = "--plugin examples/places.py --task point --max_pixels 7056 --max_completion_length 16 --report_every 0"
+
+    def train(program: str, model: str, data: str, output: str, flags: str) -> None:
+        files = f"--model {tmp_path}/{model} --data {tmp_path}/{data}.jsonl --output {tmp_path}/{output}"
+        command = [sys.executable, program, *f"{files} {shared} {flags}".split()]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=900)
+
+    warm = "--train_vision --max_steps 320 --prompts_per_step 48 --learning_rate 2e-3 --lr_schedule linear --warmup 20"
+    train("sft.py", "start", "noisy", "sft", warm)
+    learn = (
+        f"--eval_data {tmp_path}/test.jsonl --eval_every 40 --max_steps 40 --prompts_per_step 16 --learning_rate 2e-4"
+    )
+    train("grpo.py", "sft/final", "train", "grpo", learn)
+    steps = read_jsonl(tmp_path / "grpo" / "metrics.jsonl")
+    sampled = [row["reward"] for row in steps if "reward" in row]
+    held_out = [row["eval/reward"] for row in steps if "eval/reward" in row]
+    print(f"sampled {sampled[0]:.3f} -> {np.mean(sampled[-5:]):.3f}, held out {held_out}")
+    assert sampled[0] < 0.65 < 0.9 < np.mean(sampled[-5:])
+    assert held_out[-1] > 0.9
