@@ -37,11 +37,10 @@ SUM = "What is the sum of the two numbers in the picture?"
 def draw_numbers(numbers: list[int], rng: np.random.Generator) -> Image.Image:
     """Return a picture of one number, or of two beside or below each other, each in a font, size and colour of its own.
 
-    Dark numbers stand on a pale background, or pale ones on a dark one. Two numbers beside each other are about on a
-    line, so that it is clear which comes first.
+    Dark numbers stand on a pale background; with pale ones on dark backgrounds among them, learning takes longer
+    (docs/log.md). Two numbers beside each other are about on a line, so that it is clear which comes first.
     """
-    pale = rng.random() < 0.5
-    ground = rng.integers(190, 256, 3) if pale else rng.integers(0, 66, 3)
+    ground = rng.integers(190, 256, 3)
     image = Image.new("RGB", (SIZE, SIZE), tuple(ground.tolist()))
     draw = ImageDraw.Draw(image)
     half, line = SIZE // 2, int(rng.integers(SIZE // 2))
@@ -50,7 +49,7 @@ def draw_numbers(numbers: list[int], rng: np.random.Generator) -> Image.Image:
         beside = [(0, line, half, half), (half, line, half, half)]
         cells = beside if rng.random() < 0.5 else [(0, 0, SIZE, half), (0, half, SIZE, half)]
     for number, (x, y, width, height) in zip(numbers, cells):
-        colour = rng.integers(0, 120, 3) if pale else rng.integers(136, 256, 3)
+        colour = rng.integers(0, 120, 3)
         largest = SIZE * 2 // (1 + len(numbers)) // (1 + len(str(max(numbers))))
         font = load_font(FONTS[rng.integers(len(FONTS))], int(rng.integers(SMALLEST, max(largest, 42) + 1)))
         left, top, right, bottom = font.getbbox(str(number))
