@@ -14,6 +14,7 @@ import zipfile
 import datasets
 import numpy as np
 import pytest
+import transformers
 from PIL import Image
 
 import evaluate
@@ -338,6 +339,16 @@ def test_the_tokenizer_of_the_vision_language_model_cuts_as_qwen_does():
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False)
     system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     assert chat == f"{system}<|im_start|>user\nab<|im_end|>\n"
+
+
+def test_the_config_around_a_language_model_is_that_of_qwen2_5_vl():
+    marks = ("endoftext", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
+    text = transformers.Qwen2Config(hidden_size=896, num_attention_heads=14, num_key_value_heads=2, vocab_size=151936)
+    config = transformers.Qwen2_5_VLConfig(**vlm.config_of(text, {name: i for i, name in enumerate(marks)}))
+    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads", "vocab_size"):
+        assert getattr(config.text_config, name) == getattr(text, name)
+    assert config.vision_config.out_hidden_size == 896 and config.vision_config.depth == 6
+    assert config.image_token_id == 4 and config.text_config.rope_parameters["mrope_section"] == [8, 12, 12]
 
 
 def test_numbers_are_drawn_apart_and_held_out():

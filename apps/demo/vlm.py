@@ -105,14 +105,12 @@ def make_tokenizer(
 
 def config_of(text: transformers.PreTrainedConfig, token_id: dict[str, int]) -> dict[str, Any]:
     """Return the config.json of Qwen2.5-VL, as the published models have it, around the language model `text`."""
-    names = (
-        "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size hidden_act"
-    )
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     return {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "model_type": "qwen2_5_vl",
         "hidden_act": "silu",
-        **{name: getattr(text, name) for name in names},
+        **{name: getattr(text, name) for name in (*sizes, "vocab_size")},
         "rms_norm_eps": 1e-6,  # the file has it in float32
         "rope_theta": 1000000.0,
         "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},  # halves of a head's 64 dimensions
