@@ -140,7 +140,9 @@ def write_model(file: pathlib.Path, folder: pathlib.Path) -> None:
     torch.manual_seed(0)
     vision = transformers.Qwen2_5_VLConfig(**config).vision_config
     tower = Qwen2_5_VisionTransformerPretrainedModel._from_config(vision, dtype=torch.bfloat16)
-    language = {name: tensor for name, tensor in text.state_dict().items() if name != "lm_head.weight"}  # tied
+    language = text.state_dict()
+    # one matrix, as published; the file has it twice, in 5 and in 8 bits
+    language["model.embed_tokens.weight"] = language.pop("lm_head.weight")
     seeing = {f"visual.{name}": tensor for name, tensor in tower.state_dict().items()}
     save_file(language | seeing, folder / "model.safetensors", metadata={"format": "pt"})
     processors = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor"}
