@@ -453,6 +453,13 @@ def commands(is_needed: bool = False) -> ModuleType | None:
     return extra("convert", is_needed)
 
 
+def __getattr__(name: str) -> Any:
+    """Find `data.convert` and its settings, `data.Config`, in parts/convert."""
+    if name not in ("convert", "Config"):
+        raise AttributeError(f"data.py has no {name!r}")
+    return getattr(commands(is_needed=True), name)
+
+
 def main(_: object) -> None:
     commands(is_needed=True).launch()
 

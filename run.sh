@@ -23,8 +23,8 @@
 #                                     machine has no GPU but the training machines do. Before training on several
 #                                     machines, run this command once, on one of them
 #
-# The recipes are in recipes/. After vqa, geo3k, math, click or count, --smoke runs the recipe offline in a minute, with a tiny model
-# and generated rows. Further flags of grpo.py override the recipe's own. Environment variables:
+# The recipes are in recipes/. After vqa, geo3k, math, click or count, --smoke runs the recipe offline in a minute, with
+# a tiny model and generated rows. Further flags of grpo.py override the recipe's own. Environment variables:
 #
 #   MODEL, DATA, TEST_DATA, OUTPUT    override the recipe's model, training rows, evaluation rows and output folder
 #   ADAPTER                           an SFT adapter of MODEL to continue training

@@ -9,7 +9,7 @@ the model writes, so that an answer is compared as it stands; IoU does not depen
 """
 
 import rewards
-from grading.places import best_pairs, contains, find_boxes, find_points, giou, gold_places, iou
+from grading.places import best_pairs, contains, find_boxes, find_only_point, giou, gold_places, iou
 
 HIT = 0.5  # the IoU from which on a box counts as found (Acc@0.5 of RefCOCO)
 
@@ -65,9 +65,8 @@ def point(completion, answer, **fields):
     A box counts as its centre, so that the whole picture is no more than a guess at its centre. Guards against several
     points (0).
     """
-    centres = [((x1 + x2) / 2, (y1 + y2) / 2) for x1, y1, x2, y2 in find_boxes(completion)]
-    found = [*find_points(completion), *centres]
-    return float(len(found) == 1 and any(contains(gold, found[0]) for gold in gold_places(fields, 4)))
+    found, boxes_of_row = find_only_point(completion), gold_places(fields, 4)
+    return float(found is not None and any(contains(gold, found) for gold in boxes_of_row))
 
 
 def only(fields):
@@ -83,7 +82,7 @@ def has_one_box(completion):
 
 
 def has_one_place(completion):
-    return len(find_boxes(completion)) + len(find_points(completion)) == 1
+    return find_only_point(completion) is not None
 
 
 def has_boxes(completion):

@@ -103,6 +103,13 @@ def find_points(text: str) -> list[tuple[float, ...]]:
     return _find(text, 2, _POINT)
 
 
+def find_only_point(text: str) -> Place | None:
+    """Return the point in the answer of a completion; None if there is none, or several. A box counts as its centre."""
+    centres = [((x1 + x2) / 2, (y1 + y2) / 2) for x1, y1, x2, y2 in find_boxes(text)]
+    found = [*find_points(text), *centres]
+    return found[0] if len(found) == 1 else None
+
+
 def _find(text: str, length: int, pattern: re.Pattern) -> list[tuple[float, ...]]:
     answer = _MARK.sub(" ", _LABEL.sub(" ", answer_part(text)))
     try:

@@ -86,16 +86,18 @@ def _rescale(image: Image.Image) -> Image.Image:
     return Image.fromarray(scaled)
 
 
-def check_image(source: ImageSource) -> tuple[int, int]:
+def check_image(source: ImageSource, decode: bool = True) -> tuple[int, int]:
     """Check that an image is intact and return its upright (height, width). Raises the same errors as `decode_image`.
 
-    JPEG is decoded at an eighth of its size, but every byte is read. Other formats are decoded in full.
+    JPEG is decoded at an eighth of its size, but every byte is read. Other formats are decoded in full. Without
+    `decode`, only the header is read.
     """
     with _readable():
         image = _open(source)
         width, height = image.size
-        image.draft("L", (1, 1))  # only JPEG supports drafts; other formats ignore this
-        image.load()
+        if decode:
+            image.draft("L", (1, 1))  # only JPEG supports drafts; other formats ignore this
+            image.load()
         is_turned = image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
     return (width, height) if is_turned else (height, width)
 

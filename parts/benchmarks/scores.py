@@ -35,7 +35,6 @@ from rewards import MAX_UNSCORED
 from rollout import Engine
 
 RESAMPLES = 2000
-CONVENTIONS = {"pixels": "in pixels of the resized picture", "thousand": "from 0 to 1000"}
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
@@ -129,13 +128,11 @@ class BenchmarkJudge(Judge):
         rows = [table.read_row(self.name, *row) for row in raw_rows(data, cfg.image_dir, hub.rpartition("@")[2])]
         samples = validate_rows(rows, data, None, processor, length, cfg.skip_bad_rows, keep_duplicates=True)
         samples = samples[: cfg.limit or None]
+        benchmark = table.BENCHMARKS[self.name]
         for sample in samples:
-            table.BENCHMARKS[self.name].prepare(sample, processor)
-        if self.name == "screenspot":
-            taken = CONVENTIONS[samples[0].fields["convention"]]
-            console.log(
-                f"screenspot: points are read {taken}, as the family writes them; in_pixels, in_thousand: either way"
-            )
+            benchmark.prepare(sample, processor)
+        if convention := benchmark.convention(samples[0].fields):
+            console.log(f"{self.name}: {convention}, as the model's family writes them")
         return self._checked(samples)
 
     def saved_sample(self, source: str, row: dict, output: dict) -> Sample:
@@ -196,8 +193,8 @@ def summarise_benchmark(name: str, rows: list[dict], server: str | None = None) 
         )
     if no_reply:
         scoring = f"{scoring}, {no_reply:.1%} without a reply"
-    if name == "screenspot":
-        scoring += f", points {CONVENTIONS[rows[0]['convention']]}"
+    if convention := table.BENCHMARKS[name].convention(rows[0]):
+        scoring += f", {convention}"
     scores: dict[str, Any] = {"benchmark": name, "scoring": scoring}
     score = score_of(name, rows)
     least_k = 2 if score.values.shape[1] == 1 else 1

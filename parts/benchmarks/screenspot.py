@@ -5,17 +5,16 @@ model that writes the other one than expected looks as if it could see nothing. 
 (`Family.coordinates`); `in_pixels` and `in_thousand` are beside it. The score is the mean over rows, as in UI-R1.
 """
 
-import io
 import json
 from typing import Any
 
-from PIL import Image
-
 from common.errors import UserError
-from common.records import ImageSource, Sample
-from grading.places import Pair, contains, find_boxes, find_points
-from inputs.images import FORMATS, ORIENTATION, read_source
+from common.records import Sample
+from grading.places import contains, find_only_point
+from inputs.images import check_image
 from inputs.rows import RowError
+
+CONVENTIONS = {"pixels": "in pixels of the resized picture", "thousand": "from 0 to 1000"}
 
 
 def gold_box(row: dict[str, Any]) -> str:
@@ -32,25 +31,22 @@ def prepare(sample: Sample, processor: Any) -> None:
 
     Raises UserError if the box is not within the picture.
     """
-    size, box = size_of(sample.images[0]), sample.fields["bbox"]
+    height, width = check_image(sample.images[0], decode=False)
+    size, box = (width, height), sample.fields["bbox"]
     if max(box) > 1:  # in pixels of the file
         box = [x / size[i % 2] for i, x in enumerate(box)]
     if max(box) > 1.01:
         raise UserError(
             f"{sample.source}: 'bbox' {sample.fields['bbox']} is outside its picture of {size[0]}x{size[1]}"
         )
-    height, width = processor.preparation.fit(size[1], size[0])
-    convention = "thousand" if processor.family.coordinates else "pixels"
-    sample.fields |= {"unit_box": box, "resized": [width, height], "convention": convention}
+    height, width = processor.preparation.fit(height, width)
+    kind = "thousand" if processor.family.coordinates else "pixels"
+    sample.fields |= {"unit_box": box, "resized": [width, height], "convention": kind}
 
 
-def size_of(source: ImageSource) -> Pair:
-    """Return the (width, height) of an upright picture, of which only the header is read."""
-    content = read_source(source)
-    if not isinstance(content, Image.Image):
-        content = Image.open(io.BytesIO(content) if isinstance(content, bytes) else content, formats=FORMATS)
-    width, height = content.size
-    return (height, width) if content.getexif().get(ORIENTATION) in (5, 6, 7, 8) else (width, height)
+def convention(row: dict[str, Any]) -> str:
+    """Return how the points for a row are read."""
+    return f"points {CONVENTIONS[row['convention']]}"
 
 
 def hits(text: str, row: dict[str, Any]) -> tuple[str | None, bool, dict[str, float]]:
@@ -63,10 +59,10 @@ def hits(text: str, row: dict[str, Any]) -> tuple[str | None, bool, dict[str, fl
             f"--benchmark screenspot: a saved row has no {missing[0]!r}: score the model, or predictions that "
             "evaluate.py has saved"
         )
-    found = [*find_points(text), *(((x1 + x2) / 2, (y1 + y2) / 2) for x1, y1, x2, y2 in find_boxes(text))]
-    if len(found) != 1:
+    point = find_only_point(text)
+    if point is None:
         return None, False, {"in_pixels": 0.0, "in_thousand": 0.0}
-    (x, y), (width, height) = found[0], row["resized"]
+    (x, y), (width, height) = point, row["resized"]
     hit = {
         "in_pixels": float(contains(row["unit_box"], (x / width, y / height))),
         "in_thousand": float(contains(row["unit_box"], (x / 1000, y / 1000))),

@@ -55,6 +55,8 @@ class Benchmark:
     gold: Annotated[Callable[[Row], str], takes("row")] = lambda row: str(row["answer"])
     prepare: Annotated[Callable[[Sample, Any], None], takes("sample, processor")] = lambda sample, processor: None
     """Adds to the columns of a row what the judge needs of the model's `data.Processor`."""
+    convention: Annotated[Callable[[Row], str], takes("row")] = lambda row: ""
+    """How the answers are read, if that depends on the model; it is said at the start and in `scoring`."""
     server_role: str | None = None
     """Role of a server's model in the official scoring: `extractor` or `judge`; None if answers are scored by rule."""
 
@@ -328,6 +330,7 @@ BENCHMARKS = {
         prompt=lambda row: str(row["instruction"]),
         gold=screenspot.gold_box,
         prepare=screenspot.prepare,
+        convention=screenspot.convention,
     ),
 }
 

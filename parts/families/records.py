@@ -101,9 +101,7 @@ INTERN_VISION = Vision(
     expansion="<img>{}</img>",
 )
 FAMILIES = (
-    Family(
-        "Qwen2-VL", ("qwen2_vl",), QWEN_VISION, turns=True, coordinates=1000
-    ),  # arXiv:2409.12191; QwenLM/Qwen3-VL#866
+    Family("Qwen2-VL", ("qwen2_vl",), QWEN_VISION, turns=True, coordinates=1000),  # arXiv:2409.12191
     Family(
         "Qwen3.5",
         ("qwen3_5",),

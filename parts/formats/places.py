@@ -8,17 +8,14 @@ places are converted here, once, to what the model's family writes for the pictu
 in their column, and in the prompt and the answer, where a tag `<bbox>` or `<point>` stands for the next one.
 """
 
-import io
 import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from PIL import Image
-
 from common.records import Sample
 from grading.places import COLUMN, Pair, extent_of, to_model
-from inputs.images import FORMATS, ORIENTATION, UNREADABLE, read_source
+from inputs.images import UNREADABLE, check_image
 from inputs.rows import RowError
 
 TAG = {4: "<bbox>", 2: "<point>"}  # what stands for a place of so many numbers in a text
@@ -103,7 +100,8 @@ def _convert(sample: Sample, found: dict[str, list], processor: Any) -> None:
     if "extent" in sample.fields:
         raise RowError("a column is named 'extent', the largest (x, y) of the model: rename the column")
     try:
-        size = _size(images[0])
+        height, width = check_image(images[0], decode=False)
+        size = width, height
         extent = extent_of(size, processor)
     except UNREADABLE as error:
         raise RowError(f"{name!r} cannot be converted: {error}") from None
@@ -111,16 +109,6 @@ def _convert(sample: Sample, found: dict[str, list], processor: Any) -> None:
         places[:] = [to_model(_in_file(name, place, unit, form, size), size, extent) for place in places]
         sample.fields[name] = places if _is_list(sample.fields[name]) else places[0]
     sample.fields |= {"coordinates": "model", "extent": list(extent)}
-
-
-def _size(source: Any) -> Pair:
-    """Return the size of the upright picture, of which only the header is read."""
-    content = read_source(source)
-    if not isinstance(content, Image.Image):
-        content = Image.open(io.BytesIO(content) if isinstance(content, bytes) else content, formats=FORMATS)
-    with content as image:
-        width, height = image.size
-        return (height, width) if image.getexif().get(ORIENTATION) in (5, 6, 7, 8) else (width, height)
 
 
 def _in_file(name: str, place: list, unit: str, form: str, size: Pair) -> list[float]:

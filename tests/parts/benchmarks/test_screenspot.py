@@ -46,7 +46,7 @@ def test_both_conventions_are_scored_and_the_familys_is_taken(family, taken, box
     processor = load_processor(save_tiny(family, tmp_path / "model"), "vqa", min_pixels=0, max_pixels=56 * 28)
     judge = judge_of(write(tmp_path, bbox=box))
     (sample,) = judge.load(processor)
-    assert f"screenspot: points are read {taken}, " in capsys.readouterr().err
+    assert f"screenspot: points {taken}, " in capsys.readouterr().err
     assert (sample.fields["unit_box"], sample.fields["resized"]) == (UNIT, [56, 28])
     rows = judge.judge([sample], [{"responses": list(REPLIES)}])
     assert [(m["in_pixels"], m["in_thousand"]) for m in rows[0]["measures"]] == list(REPLIES.values())
