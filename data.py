@@ -20,7 +20,7 @@ import json
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -50,6 +50,8 @@ from policy.base_files import reading
 from policy.families import Family, ImageLimits, ImagePreparation, ImageProcessor, find_family, load_preprocessors
 from policy.model import read_config
 
+TEXTS_KEPT = 1000
+
 
 @dataclass
 class Processor:
@@ -64,6 +66,7 @@ class Processor:
     template: jinja2.Template
     chat_variables: dict[str, Any]  # variables of the chat template that --chat_template_kwargs sets, and `tools`
     environment: Any = None  # with `--env`, its `parts.turns.environment.RunEnvironment`
+    kept: dict[tuple, tuple] = field(default_factory=dict, init=False)  # what `_encode_text` has returned
 
     @functools.cached_property
     def control_tokens(self) -> list[str]:
@@ -188,11 +191,6 @@ def encode_prompt(sample: Sample, processor: Processor, teacher: Processor | Non
 
 
 def _encode(sample: Sample, processor: Processor) -> Prompt:
-    engine_ids, opening = _engine_ids(sample, processor)
-    if not sample.images:
-        ids = torch.tensor(engine_ids)
-        position_ids = prompt_position_ids(processor.skeleton, ids, {})
-        return Prompt(ids, engine_ids, position_ids, source=sample.source, opening=opening)
     images = []
     for source in sample.images:
         try:
@@ -200,19 +198,28 @@ def _encode(sample: Sample, processor: Processor) -> Prompt:
         except (OSError, ValueError) as error:
             problem = f"image {str(source)[:200]}: {error}; it passed the check at the start: restore or replace it"
             raise UserError(f"{sample.source}: {problem}") from None
-    vision = processor.vision_inputs(images)
-    ids = torch.tensor(expand_images(engine_ids, images, processor))
-    return Prompt(
-        ids,
-        engine_ids,
-        prompt_position_ids(processor.skeleton, ids, vision),
-        images,
-        vision,
-        sample.source,
-        opening=opening,
-        image_token=processor.image_token_id,
-        image_digest=digest_of(images),
-    )
+    vision = processor.vision_inputs(images) if images else {}
+    prompt = Prompt(*_encode_text(sample, images, vision, processor), images, vision, sample.source)
+    if images:
+        prompt.image_token, prompt.image_digest = processor.image_token_id, digest_of(images)
+    return prompt
+
+
+def _encode_text(
+    sample: Sample, images: list[Image.Image], vision: dict[str, Tensor], processor: Processor
+) -> tuple[Tensor, list[int], Tensor, str]:
+    """Return the ids, the sampler's ids, the position ids and the opening of a `Prompt`.
+
+    They are kept for the next prompt with the same text and sizes of images: half of the time of a small one.
+    """
+    key = (sample.system, *((turn.role, turn.text) for turn in sample.turns), *(image.size for image in images))
+    if not (encoded := processor.kept.get(key)):
+        engine_ids, opening = _engine_ids(sample, processor)
+        ids = torch.tensor(expand_images(engine_ids, images, processor))
+        if len(processor.kept) >= TEXTS_KEPT:
+            processor.kept.clear()
+        encoded = processor.kept[key] = ids, engine_ids, prompt_position_ids(processor.skeleton, ids, vision), opening
+    return encoded
 
 
 def digest_of(images: Sequence[Image.Image]) -> bytes:

@@ -112,14 +112,14 @@ class Prompt:
     ids: Tensor  # (S,) token ids for the trainer, with images expanded
     engine_ids: list[int]  # the same token ids for the sampler, with one placeholder per image
     position_ids: Tensor  # (R, S)
+    opening: str = ""
+    """The end of the prompt, from a `<think>` or `<answer>` that the chat template has opened there. The text of a
+    completion begins with it, so that rewards see the whole block."""
     images: list[Image.Image] = field(default_factory=list)  # in order, resized for the model
     vision: dict[str, Tensor] = field(default_factory=dict)
     """The inputs of the vision tower, as `policy.families` names them; empty without images. The first dimension of
     each counts patches, tiles or images, so that the inputs of several prompts can be concatenated."""
     source: str = ""  # the file and row that the sample comes from, for messages
-    opening: str = ""
-    """The end of the prompt, from a `<think>` or `<answer>` that the chat template has opened there. The text of a
-    completion begins with it, so that rewards see the whole block."""
     features: Tensor | None = None
     """(image tokens, features) cached output of a frozen vision tower, in host memory; see
     `policy.model.cache_image_features`."""

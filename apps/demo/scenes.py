@@ -1,19 +1,20 @@
-"""Pictures and rows for the model of `vlm.py`: numbers drawn here, and easy-VQA's shapes and colours.
+"""Pictures and rows for the model of `vlm.py`: two shapes drawn here, and easy-VQA's shapes and colors.
 
-The rows to read with, and those of easy-VQA's training split, are for SFT: they say what is in a picture, and nothing
-else. The answers of the rows for GRPO are the sums of two numbers. Pairs of numbers to test with are in no other row.
+The rows to read with, and those of easy-VQA's training split, are for SFT: they ask what is in a picture, and for
+nothing else. The rows for GRPO name a price for each shape, and ask what the two in the picture cost together: the
+prices are in the text alone, and which of them count is in the picture alone.
 """
 
 import hashlib
 import json
+import math
 import pathlib
 import zipfile
 from collections.abc import Iterator
 from typing import Any
 
-import matplotlib
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
 from common import console
 from common.errors import UserError
@@ -21,80 +22,102 @@ from common.errors import UserError
 EASY_VQA = "easy_vqa-1.0-py3-none-any.whl"  # Victor Zhou, MIT License
 SHA256 = "fcb51b309b78c7b00f97b64cdbcbcf5c105f94da1b39c0796cee5a787c4f650f"
 SIZE = 112  # side of a picture in pixels: 16 image tokens, and one window of the vision tower
-FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSerif", "DejaVuSansMono", "STIXGeneral", "cmr10", "cmss10", "cmtt10")
-SMALLEST = 26  # size of a number in pixels; the largest fills its part of the picture
-READING, SUMS, HELD_OUT = 32768, 4096, 512  # numbers of pictures
-QUESTIONS = (  # what SFT asks about a picture with two numbers, in the order in which one reads them
-    ("Which two numbers are in the picture?", "{0} and {1}"),
-    ("Read both numbers.", "{0}, {1}"),
-    ("Write the two numbers with a plus sign between them.", "{0} + {1}"),
-    ("Which number comes first?", "{0}"),
-    ("Which number comes second?", "{1}"),
+FINER = 4  # times as fine as the picture: what is drawn is scaled down, so that edges are smooth
+SHAPES = ("circle", "square", "triangle", "star", "cross")
+COLORS = {
+    "red": (215, 40, 40),
+    "green": (40, 150, 60),
+    "blue": (40, 80, 215),
+    "yellow": (235, 200, 30),
+    "purple": (140, 50, 170),
+    "black": (25, 25, 25),
+}
+RADII = (14, 25)  # of a shape in pixels
+PRICES = (2, 50)  # the lowest, and above the highest
+READING, COSTS, HELD_OUT = 16384, 4096, 512  # numbers of pictures
+QUESTIONS = (  # what SFT asks about a picture: shapes and colors, from left to right
+    ("Which two shapes are in the picture, from left to right?", "{0} and {1}"),
+    ("Which shape is on the left?", "{0}"),
+    ("Which shape is on the right?", "{1}"),
+    ("Which color is the shape on the left?", "{2}"),
+    ("Which color is the shape on the right?", "{3}"),
+    ("What is in the picture?", "a {2} {0} and a {3} {1}"),
 )
-ONE = "Which number is in the picture?"
-SUM = "What is the sum of the two numbers in the picture?"
+QUESTIONS_EACH = 2  # about a picture
+COST = "What do the two shapes in the picture cost together?"
+
+Scene = tuple[str, str, str, str]  # the shapes on the left and on the right, and their colors
 
 
-def draw_numbers(numbers: list[int], rng: np.random.Generator) -> Image.Image:
-    """Return a picture of one number, or of two beside or below each other, each in a font, size and colour of its own.
-
-    Dark numbers stand on a pale background; with pale ones on dark backgrounds among them, learning takes longer
-    (docs/log.md). Two numbers beside each other are about on a line, so that it is clear which comes first.
-    """
-    ground = rng.integers(190, 256, 3)
-    image = Image.new("RGB", (SIZE, SIZE), tuple(ground.tolist()))
+def draw_scene(scene: Scene, rng: np.random.Generator) -> Image.Image:
+    """Return a picture of two shapes beside each other on pale ground, of any size and height, slightly turned."""
+    ground, side = rng.integers(215, 256, 3), SIZE * FINER
+    image = Image.new("RGB", (side, side), tuple(ground.tolist()))
     draw = ImageDraw.Draw(image)
-    half, line = SIZE // 2, int(rng.integers(SIZE // 2))
-    cells = [(0, 0, SIZE, SIZE)]  # x, y, width and height
-    if len(numbers) == 2:
-        beside = [(0, line, half, half), (half, line, half, half)]
-        cells = beside if rng.random() < 0.5 else [(0, 0, SIZE, half), (0, half, SIZE, half)]
-    for number, (x, y, width, height) in zip(numbers, cells):
-        colour = rng.integers(0, 120, 3)
-        largest = SIZE * 2 // (1 + len(numbers)) // (1 + len(str(max(numbers))))
-        font = load_font(FONTS[rng.integers(len(FONTS))], int(rng.integers(SMALLEST, max(largest, 42) + 1)))
-        left, top, right, bottom = font.getbbox(str(number))
-        free = max(width - (right - left) - 4, 1), max(height - (bottom - top) - 4, 1)
-        at = x + 2 + rng.integers(free[0]) - left, y + 2 + rng.integers(free[1]) - top
-        draw.text(at, str(number), fill=tuple(colour.tolist()), font=font)
-    return image
+    for i, (shape, color) in enumerate(zip(scene[:2], scene[2:])):
+        radius = int(rng.integers(*RADII))
+        x = i * SIZE / 2 + rng.uniform(radius + 2, SIZE / 2 - radius - 1)
+        y = rng.uniform(radius + 2, SIZE - radius - 2)
+        fill = np.clip(np.array(COLORS[color]) + rng.integers(-20, 21, 3), 0, 255)
+        corners = outline(shape, rng.uniform(-0.25, 0.25)) * radius + (x, y)
+        draw.polygon([tuple(corner) for corner in (corners * FINER).tolist()], fill=tuple(fill.tolist()))
+    return image.resize((SIZE, SIZE), Image.Resampling.BOX)
 
 
-def load_font(name: str, size: int) -> ImageFont.FreeTypeFont:
-    """Return one of the fonts that matplotlib brings; `size` is in pixels."""
-    return ImageFont.truetype(str(pathlib.Path(matplotlib.get_data_path(), "fonts", "ttf", f"{name}.ttf")), size)
+def outline(shape: str, turn: float) -> np.ndarray:
+    """Return the corners (n, 2) of a shape within a circle of radius 1 around 0, turned by `turn` radians."""
+    up, radii = -math.pi / 2, [1.0]
+    match shape:
+        case "circle":
+            corners = 40
+        case "square":
+            corners, up = 4, math.pi / 4
+        case "triangle":
+            corners = 3
+        case "star":
+            corners, radii = 10, [1.0, 0.4]
+        case _:  # a cross: of four arms, each with two outer corners and one between it and the next
+            wide = math.atan2(0.3, 0.95)
+            angles = [k * math.pi / 2 + each for k in range(4) for each in (-wide, wide, math.pi / 4)]
+            lengths = [1.0, 1.0, 0.3 * math.sqrt(2)] * 4
+            return np.array([(r * math.cos(a + turn), r * math.sin(a + turn)) for a, r in zip(angles, lengths)])
+    angles = [up + turn + 2 * math.pi * k / corners for k in range(corners)]
+    return np.array([(math.cos(a), math.sin(a)) for a in angles]) * np.resize(radii, corners)[:, None]
 
 
-def pairs_of_numbers(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return all ordered pairs of numbers from 1 to 99, shuffled, as those to test with and all others, (·, 2)."""
-    pairs = rng.permutation(99 * 99)[:, None] // (99, 1) % 99 + 1
-    return pairs[:HELD_OUT], pairs[HELD_OUT:]
+def random_scenes(number: int, rng: np.random.Generator) -> list[Scene]:
+    """Return `number` scenes, of any two shapes and colors."""
+    return [(*rng.choice(SHAPES, 2).tolist(), *rng.choice([*COLORS], 2).tolist()) for _ in range(number)]
 
 
-def reading_rows(pairs: np.ndarray, rng: np.random.Generator) -> Iterator[tuple[list[int], str, str]]:
-    """Yield `READING` times the numbers of a picture, a question and its answer. A third each show a digit, a number.
-
-    With two small numbers alone, a new vision tower does not begin to learn (docs/log.md).
-    """
-    for i in range(READING):
-        if i % 3 != 2:
-            number = int(rng.integers(1, 10 if i % 3 == 0 else 100))
-            yield [number], ONE, str(number)
-            continue
-        numbers = pairs[rng.integers(len(pairs))].tolist()
-        question, answer = QUESTIONS[rng.integers(len(QUESTIONS))]
-        yield numbers, question, answer.format(*numbers)
+def reading_rows(scene: Scene, rng: np.random.Generator) -> Iterator[tuple[str, str]]:
+    """Yield questions about a scene and their answers."""
+    for i in rng.choice(len(QUESTIONS), QUESTIONS_EACH, replace=False):
+        question, answer = QUESTIONS[i]
+        yield question, answer.format(*scene)
 
 
-def write_drawn(output: pathlib.Path, name: str, rows: Iterator[tuple[list[int], str, str]], seed: int) -> list[dict]:
-    """Draw the picture of each row to OUTPUT/NAME; return the rows as training reads them."""
+def cost_row(scene: Scene, rng: np.random.Generator) -> tuple[str, str]:
+    """Return a list of prices with the question what both shapes cost, and the answer."""
+    prices = dict(zip(rng.permutation(SHAPES).tolist(), rng.choice(np.arange(*PRICES), len(SHAPES), False).tolist()))
+    listed = [f"a {shape} costs {price}" for shape, price in prices.items()]
+    text = f"{', '.join(listed[:-1])} and {listed[-1]}. {COST}"
+    return text[0].upper() + text[1:], str(prices[scene[0]] + prices[scene[1]])
+
+
+def write_drawn(output: pathlib.Path, name: str, scenes: list[Scene], seed: int) -> list[str]:
+    """Draw the picture of each scene to OUTPUT/NAME; return the files."""
     rng, written = np.random.default_rng(seed), []
     (output / name).mkdir(exist_ok=True)
-    for i, (numbers, question, answer) in enumerate(console.progress(list(rows), f"drawing {name}", unit="picture")):
-        file = f"{name}/{i:05d}.png"
-        draw_numbers(numbers, rng).save(output / file)
-        written.append({"prompt": f"<image>{question}", "answer": answer, "images": [file]})
+    for i, scene in enumerate(console.progress(scenes, f"drawing {name}", unit="picture")):
+        written.append(f"{name}/{i:05d}.png")
+        draw_scene(scene, rng).save(output / written[-1])
     return written
+
+
+def row_of(file: str, question: str, answer: str) -> dict[str, Any]:
+    """Return a row as training reads it."""
+    return {"prompt": f"<image>{question}", "answer": answer, "images": [file]}
 
 
 def check_package(parts: pathlib.Path) -> None:
@@ -115,10 +138,7 @@ def easy_vqa_rows(parts: pathlib.Path, output: pathlib.Path, split: str) -> list
         for picture in sorted({picture for _, _, picture in questions}):
             content = wheel.read(f"easy_vqa/data/{split}/images/{picture}.png")
             (output / folder / f"{picture}.png").write_bytes(content)
-    return [
-        {"prompt": f"<image>{question}", "answer": answer, "images": [f"{folder}/{picture}.png"]}
-        for question, answer, picture in questions
-    ]
+    return [row_of(f"{folder}/{picture}.png", question, answer) for question, answer, picture in questions]
 
 
 def write_jsonl(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
@@ -127,17 +147,18 @@ def write_jsonl(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
 
 
 def write_rows(parts: pathlib.Path, output: pathlib.Path) -> None:
-    """Write the rows for SFT (see.jsonl), for GRPO (sums.jsonl, easy.jsonl), and those to test with (…-test.jsonl)."""
+    """Write the rows for SFT (see.jsonl), for GRPO (costs.jsonl, easy.jsonl), and those to test with (…-test.jsonl)."""
     rng = np.random.default_rng(0)
-    held_out, others = pairs_of_numbers(rng)
-    reading = write_drawn(output, "reading", reading_rows(others, rng), seed=1)
-    for name, pairs, seed in (("sums", others[:SUMS], 2), ("sums-test", held_out, 3)):
-        rows = ((pair, SUM, str(sum(pair))) for pair in pairs.tolist())
-        write_jsonl(output / f"{name}.jsonl", write_drawn(output, name, rows, seed))
-    tests = ((pair, QUESTIONS[0][0], QUESTIONS[0][1].format(*pair)) for pair in held_out.tolist())
-    write_jsonl(output / "reading-test.jsonl", write_drawn(output, "reading-test", tests, seed=4))
+    for seed, (name, number) in enumerate({"reading": READING, "costs": COSTS, "costs-test": HELD_OUT}.items()):
+        scenes = random_scenes(number, rng)
+        drawn = [*zip(write_drawn(output, name, scenes, seed), scenes)]
+        if name == "reading":
+            reading = [row_of(file, *row) for file, scene in drawn for row in reading_rows(scene, rng)]
+        else:
+            write_jsonl(output / f"{name}.jsonl", [row_of(file, *cost_row(scene, rng)) for file, scene in drawn])
+    question, answer = QUESTIONS[0]  # about the last pictures
+    write_jsonl(output / "reading-test.jsonl", [row_of(file, question, answer.format(*scene)) for file, scene in drawn])
     easy = easy_vqa_rows(parts, output, "train")
     write_jsonl(output / "easy.jsonl", easy)
     write_jsonl(output / "easy-test.jsonl", easy_vqa_rows(parts, output, "test"))
-    write_jsonl(output / "reading.jsonl", reading)
     write_jsonl(output / "see.jsonl", [*reading, *easy])

@@ -240,7 +240,7 @@ class Episode:
         trajectory.images = [*trajectory.images, *images]
         unplaced, token = torch.empty(0), trajectory.image_token
         source = self.prompt.source
-        self.added = Prompt(torch.tensor(ids), engine_ids, unplaced, images, source=source, image_token=token)
+        self.added = Prompt(torch.tensor(ids), engine_ids, unplaced, images=images, source=source, image_token=token)
         add_vision(self.added, processor, self.episodes.table)
         return None
 

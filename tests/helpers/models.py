@@ -367,7 +367,7 @@ def make_group(model, family: str, text: int, grids: list[tuple[int, int]], leng
     prompt_ids = torch.cat(ids)
     positions = prompt_position_ids(model.model, prompt_ids, vision)
     digest = vision["pixel_values"].numpy().tobytes() if vision else b""
-    prompt = Prompt(prompt_ids, [], positions, [], vision, image_token=IMAGE, image_digest=digest)
+    prompt = Prompt(prompt_ids, [], positions, vision=vision, image_token=IMAGE, image_digest=digest)
     return Group(prompt, [Completion(random_tokens(n), torch.zeros(n)) for n in lengths])
 
 
