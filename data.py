@@ -158,18 +158,14 @@ def _skeleton(config: transformers.PreTrainedConfig) -> transformers.PreTrainedM
         return transformers.AutoModel.from_config(config)
 
 
-def prompt_position_ids(
-    model: transformers.PreTrainedModel, ids: Tensor, vision: dict[str, Tensor], is_image: Tensor | None = None
-) -> Tensor:
+def prompt_position_ids(model: transformers.PreTrainedModel, ids: Tensor, vision: dict[str, Tensor]) -> Tensor:
     """Return the (R, S) position ids of a prompt's S tokens, as `model` computes them.
 
-    R is 3 for models with M-RoPE. For other models, it is 1, and the ids are 0, 1, 2, ... `is_image` (S,): which tokens
-    are those of images; by default, all that look like one.
+    R is 3 for models with M-RoPE. For other models, it is 1, and the ids are 0, 1, 2, ...
     """
     if not hasattr(model, "get_rope_index"):
         return torch.arange(len(ids))[None]
-    kinds = (ids == model.config.image_token_id if is_image is None else is_image).int()
-    grid = vision.get("image_grid_thw")
+    kinds, grid = (ids == model.config.image_token_id).int(), vision.get("image_grid_thw")
     return model.get_rope_index(ids[None], image_grid_thw=grid, mm_token_type_ids=kinds[None])[0][:, 0]
 
 
@@ -208,10 +204,7 @@ def _encode(sample: Sample, processor: Processor) -> Prompt:
 def _encode_text(
     sample: Sample, images: list[Image.Image], vision: dict[str, Tensor], processor: Processor
 ) -> tuple[Tensor, list[int], Tensor, str]:
-    """Return the ids, the sampler's ids, the position ids and the opening of a `Prompt`.
-
-    They are kept for the next prompt with the same text and sizes of images: half of the time of a small one.
-    """
+    """Return ids, sampler's ids, positions and opening of a `Prompt`, kept for the next with equal text and sizes."""
     key = (sample.system, *((turn.role, turn.text) for turn in sample.turns), *(image.size for image in images))
     if not (encoded := processor.kept.get(key)):
         engine_ids, opening = _engine_ids(sample, processor)

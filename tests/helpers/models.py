@@ -416,9 +416,18 @@ def as_trajectory(model, prompt: Prompt, ids: Tensor, sampled: Tensor, visions: 
     trajectory.image_digest = b"".join(vision["pixel_values"].numpy().tobytes() for vision in visions)
     whole, is_image = whole_sequence(prompt, trajectory)
     vision = joined([vision for vision in (prompt.vision, trajectory.vision) if vision])
-    positions = prompt_position_ids(model.model, whole, vision, is_image)
+    positions = positions_of(model.model, whole, vision, is_image)
     trajectory.position_ids = positions[:, len(prompt.ids) :]
     return Completion(ids[sampled], torch.zeros(int(sampled.sum())), trajectory=trajectory)
+
+
+def positions_of(model, ids, vision, is_image):
+    """Return the (R, S) position ids of S tokens, of which those `is_image` (S,) belong to images."""
+    if not hasattr(model, "get_rope_index"):
+        return torch.arange(len(ids))[None]
+    kinds = is_image.int()[None]
+    grids = vision.get("image_grid_thw")
+    return model.get_rope_index(ids[None], image_grid_thw=grids, mm_token_type_ids=kinds)[0][:, 0]
 
 
 def whole_sequence(prompt: Prompt, trajectory: Trajectory) -> tuple[Tensor, Tensor]:
