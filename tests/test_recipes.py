@@ -12,7 +12,6 @@ import time
 import zipfile
 
 import datasets
-import numpy as np
 import pytest
 import transformers
 from PIL import Image
@@ -26,6 +25,7 @@ from common.errors import UserError
 from common.files import read_jsonl
 from config import Config, with_recipe
 from recipes import click, click_rows, geo3k, sums
+from recipes import vlm as vlm_rewards
 from rewards import format_reward
 from tests.helpers.runs import SMALL
 from tests.helpers.scripts import ROOT
@@ -33,7 +33,7 @@ from tests.helpers.scripts import ROOT
 pytest.importorskip("apps", reason="needs apps/, which is not here")
 
 from apps import fits
-from apps.demo import packages, real, scenes, vlm
+from apps.demo import easy_vqa, packages, real, vlm
 from parts import convert
 
 RECIPES = sorted((ROOT / "recipes").glob("*.flags"))
@@ -314,7 +314,7 @@ def test_packages_that_are_not_the_published_ones_are_refused(model, published, 
     missing = "easy_vqa-1.0" if model is vlm else "gguf-0.19.0"
     with pytest.raises(UserError, match=rf"{missing}-py3-none-any\.whl: missing"):
         model.main(model.Config(parts=str(tmp_path), output=str(tmp_path / "out")))
-    (tmp_path / scenes.EASY_VQA).write_text("cut off")
+    (tmp_path / easy_vqa.PACKAGE).write_text("cut off")
     if model is vlm:
         with pytest.raises(UserError, match="not the published package"):
             model.main(model.Config(parts=str(tmp_path), output=str(tmp_path / "out")))
@@ -353,16 +353,34 @@ def test_the_config_around_a_language_model_is_that_of_qwen2_5_vl():
     assert config.image_token_id == 4 and config.text_config.rope_parameters["mrope_section"] == [8, 12, 12]
 
 
-def test_numbers_are_drawn_apart_and_held_out():
-    rng = np.random.default_rng(0)
-    for numbers in ([7], [3, 99], [10, 1]):
-        image = np.asarray(scenes.draw_numbers(numbers, rng), dtype=int)
-        assert image.shape == (112, 112, 3)
-        drawn = (abs(image - image[0, 0]).sum(-1) > 60).sum()
-        assert 20 < drawn < 112 * 112 / 3
-    held_out, others = scenes.pairs_of_numbers(rng)
-    assert len({*map(tuple, held_out)} | {*map(tuple, others)}) == 99 * 99 == len(held_out) + len(others)
-    assert min(held_out.min(), others.min()) == 1
-    for numbers, _, answer in scenes.reading_rows(others, rng):
-        assert tuple(numbers) not in {*map(tuple, held_out.tolist())}
-        assert not re.search(r"\d+", answer) or all(int(n) in numbers for n in re.findall(r"\d+", answer)), "no sum"
+def test_the_rows_about_easy_vqas_pictures(tmp_path):
+    """Both splits get their questions as published, and prices of the shapes whose name and color they say."""
+    questions = [
+        ["what shape is in the image?", "circle", 0],
+        ["is there a red shape?", "no", 0],
+        ["what is the color of the shape?", "teal", 0],
+        ["what color is the triangle?", "gray", 1],
+        ["what shape is present?", "rectangle", 2],
+    ]
+    with zipfile.ZipFile(tmp_path / easy_vqa.PACKAGE, "w") as wheel:
+        for split in ("train", "test"):
+            wheel.writestr(f"easy_vqa/data/{split}/questions.json", json.dumps(questions))
+            for picture in range(3):
+                wheel.writestr(f"easy_vqa/data/{split}/images/{picture}.png", f"{split} {picture}")
+    easy_vqa.write_rows(tmp_path, tmp_path)
+    easy = read_jsonl(tmp_path / "easy-test.jsonl")
+    assert easy[0]["prompt"] == "<image>what shape is in the image? Answer with one word." and len(easy) == 5
+    assert (tmp_path / easy[4]["images"][0]).read_text() == "test 2"
+    assert easy_vqa.shapes_and_colors(questions) == {0: ("circle", "teal"), 1: ("triangle", "gray")}
+    priced = read_jsonl(tmp_path / "prices-train.jsonl")
+    assert [row["images"][0] for row in priced] == ["train/0.png"] * 3 + ["train/1.png"] * 3
+    for row, (shape, color) in zip(priced, [("circle", "teal")] * 3 + [("triangle", "gray")] * 3):
+        price = int(re.search(rf"[Aa] {shape} costs (\d+)", row["prompt"])[1])
+        assert int(row["answer"]) == price + int(re.search(rf"{color} (\d+)", row["prompt"])[1])
+    assert len({row["prompt"] for row in priced}) == 6, "each list of prices is another"
+
+
+def test_the_rewards_of_vlm():
+    assert vlm_rewards.ends_with_the_number("12 + 30 = 42.", "42") == 1
+    assert vlm_rewards.ends_with_the_number("42 = 12 + 30", "42") == vlm_rewards.ends_with_the_number("", "42") == 0
+    assert vlm_rewards.exact_match(" Yes\n", "yes") == 1 and vlm_rewards.exact_match("yes.", "yes") == 0

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
-from apps.demo import packages, scenes
+from apps.demo import easy_vqa, packages
 from apps.demo.tiny import CHAT_TEMPLATE
 from common import cli
 
@@ -150,10 +150,10 @@ def write_json(path: pathlib.Path, settings: dict[str, Any]) -> None:
 
 def main(cfg: Config) -> None:
     parts, output = pathlib.Path(cfg.parts), pathlib.Path(cfg.output)
-    scenes.check_package(parts)
+    easy_vqa.check_package(parts)
     packages.make_model_folder(CODER, parts, output, write_model)
     print(f"{output / 'model'}: Qwen2.5-Coder-0.5B-Instruct (Apache License 2.0) within Qwen2.5-VL, with a new tower")
-    scenes.write_rows(parts, output)
+    easy_vqa.write_rows(parts, output)
 
 
 if __name__ == "__main__":
