@@ -1,12 +1,13 @@
-"""Train Gemma 3 270M on sums with this project and with TRL, or with several settings; draw and list the scores.
+"""Train a model of real weights with this project and with TRL, or with several settings; draw and list the scores.
 
     python apps/bench/real.py                                # after ./run.sh real: six seeds each, one after another
+    python apps/bench/real.py --recipe vlm --seeds 0 1 2     # after ./run.sh vlm
     python apps/bench/real.py --programs grpo --seeds 0 1 2 --steps 60 --flags learning_rate=1e-5 --together 3
     python apps/bench/real.py --seeds --draw docs/real.png           # no runs: only the table and the picture
 
-The settings are those of recipes/real.flags, which real_trl.py shares. Each run that ends adds a line to the file
-of results, with its machine. Runs that are there already are not repeated, so the work can be spread over many
-commands. With `--together`, several runs share each GPU; what they take for a step is then not comparable.
+The settings are those of recipes/real.flags or recipes/vlm.flags, which real_trl.py shares. Each run that ends adds a
+line to the file of results, with its machine. Runs that are there already are not repeated, so the work can be spread
+over many commands. With `--together`, several runs share each GPU; what they take for a step is then not comparable.
 """
 
 import itertools
@@ -36,6 +37,13 @@ from common.figures import save_figure
 from common.files import read_jsonl
 
 Program = Literal["grpo", "trl"]
+Recipe = Literal["real", "vlm"]
+TITLES = {
+    "real": "Gemma 3 270M learns to add: 512 held-out sums, greedy; shaded: all seeds",
+    "vlm": "A language model with a new vision tower learns what it sees costs: 512 held-out questions, greedy",
+}
+ROWS = {"real": ("train.jsonl", "test.jsonl"), "vlm": ("prices-train.jsonl", "prices-some.jsonl")}
+MODELS = {"real": "runs/real/data/model", "vlm": "runs/vlm/sft-0/final"}
 COLOURS = {"grpo": "tab:blue", "trl": "tab:orange"}
 NAMES = {"grpo": "grpo-vlm", "trl": "TRL 1.16"}
 GIB_TOGETHER = 24  # GPU memory of each of several runs of this project on one GPU
@@ -43,10 +51,14 @@ GIB_TOGETHER = 24  # GPU memory of each of several runs of this project on one G
 
 @dataclass
 class Config:
-    """Train on sums, several times, and compare."""
+    """Train several times, and compare."""
 
-    data: str = "runs/real/data"
-    """Folder with model/, train.jsonl and test.jsonl, which `./run.sh real` makes."""
+    recipe: Recipe = "real"
+    """Whose flags, model and rows: those of `./run.sh real` or `./run.sh vlm`, which has to have made them."""
+    data: str | None = None
+    """Folder with the rows; by default, the recipe's."""
+    model: str | None = None
+    """Folder of the model that is trained; by default, the recipe's."""
     programs: tuple[Program, ...] = ("grpo", "trl")
     """What trains: this project, TRL, or both in turn."""
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
@@ -57,14 +69,18 @@ class Config:
     """Further flags for grpo.py, as NAME=VALUE; of these, TRL knows learning_rate alone."""
     together: int = 1
     """Number of runs at a time on each GPU."""
-    results: str = str(ROOT / "docs" / "results" / "real.jsonl")
-    """File with one line for each run."""
-    output: str = "runs/bench/real"
-    """Folder for the runs and their logs."""
+    results: str | None = None
+    """File with one line for each run; by default, docs/results/RECIPE.jsonl."""
+    output: str | None = None
+    """Folder for the runs and their logs; by default, runs/bench/RECIPE."""
     draw: str | None = None
     """Draw the runs with the settings of the recipe to this PNG file."""
 
     def __post_init__(self) -> None:
+        self.data = self.data or f"runs/{self.recipe}/data"
+        self.model = self.model or MODELS[self.recipe]
+        self.results = self.results or str(ROOT / "docs" / "results" / f"{self.recipe}.jsonl")
+        self.output = self.output or f"runs/bench/{self.recipe}"
         if min(self.steps, self.together) < 1:
             raise ValueError("steps and together must be at least 1")
         if bad := [flag for flag in self.flags if "=" not in flag]:
@@ -91,11 +107,13 @@ def command(cfg: Config, program: str, seed: int, folder: pathlib.Path) -> list[
     if program == "trl":
         rates = [f"--{flag.replace('=', ' ')}" for flag in cfg.flags]
         flags = [f"--output {folder}/trl.json --steps {cfg.steps} --seed {seed}", *rates]
+        flags += [f"--recipe {cfg.recipe} --model {cfg.model}"]
         return [sys.executable, str(HERE / "real_trl.py"), cfg.data, *shlex.split(" ".join(flags))]
-    recipe = shlex.split((ROOT / "recipes" / "real.flags").read_text(), comments=True)
-    files = {"model": "model", "data": "train.jsonl", "eval_data": "test.jsonl"}
-    settings: dict[str, Any] = {name: f"{cfg.data}/{file}" for name, file in files.items()}
-    settings |= {"output": f"{folder}/run", "seed": seed, "max_steps": cfg.steps}
+    recipe = shlex.split((ROOT / "recipes" / f"{cfg.recipe}.flags").read_text(), comments=True)
+    settings: dict[str, Any] = {
+        name: f"{cfg.data}/{file}" for name, file in zip(("data", "eval_data"), ROWS[cfg.recipe])
+    }
+    settings |= {"model": cfg.model, "output": f"{folder}/run", "seed": seed, "max_steps": cfg.steps}
     settings |= {"eval_every": 20, "save_every": 0, "report_every": 0}
     settings |= {"gpu_memory": GIB_TOGETHER} if cfg.together > 1 else {}
     settings |= dict(flag.split("=", 1) for flag in cfg.flags)
@@ -112,7 +130,9 @@ def read_run(program: str, folder: pathlib.Path) -> dict[str, Any]:
     trained = [row for row in logged if "step_time" in row]
     difference = statistics.mean(row["sampling/logp_difference_mean"] or 0.0 for row in trained)
     rewards = [row["reward"] for row in trained]
-    return {"curve": curve, "seconds": [row["step_time"] for row in trained], "reward": rewards, "nats": difference}
+    gib = max(row["memory_gib"] or 0.0 for row in trained)
+    seconds = [row["step_time"] for row in trained]
+    return {"curve": curve, "seconds": seconds, "reward": rewards, "nats": difference, "gib": gib}
 
 
 def train(cfg: Config, program: str, seed: int, places: queue.Queue[str]) -> str:
@@ -155,7 +175,7 @@ def show(results: list[dict[str, Any]], steps: int) -> None:
         print(f"{line}  {first:.3f} -> {' '.join(f'{score:.3f}' for score in scores)}")
 
 
-def draw(results: list[dict[str, Any]], path: str, steps: int) -> None:
+def draw(results: list[dict[str, Any]], path: str, steps: int, recipe: Recipe) -> None:
     """Draw the mean held-out score of each program with the settings of the recipe, and its range over the seeds."""
     import matplotlib.pyplot as plt
 
@@ -169,8 +189,8 @@ def draw(results: list[dict[str, Any]], path: str, steps: int) -> None:
         label, colour = f"{NAMES[program]}, mean of {len(runs)} seeds", COLOURS[program]
         axes.plot(places, [*map(statistics.mean, scores)], color=colour, marker="o", label=label)
         axes.fill_between(places, [*map(min, scores)], [*map(max, scores)], color=colour, alpha=0.2)
-    axes.set(xlabel="step", ylabel="held-out sums that are right", ylim=(0, None))
-    axes.set_title("Gemma 3 270M learns to add: 512 held-out sums, greedy; shaded: all seeds", fontsize=10)
+    axes.set(xlabel="step", ylabel="held-out answers that are right", ylim=(0, None))
+    axes.set_title(TITLES[recipe], fontsize=10)
     axes.legend(loc="lower right")
     axes.grid(alpha=0.3)
     figure.tight_layout()
@@ -193,7 +213,7 @@ def main(cfg: Config) -> None:
     results = read_jsonl(path) if path.exists() else []
     show(results, cfg.steps)
     if cfg.draw:
-        draw(results, cfg.draw, cfg.steps)
+        draw(results, cfg.draw, cfg.steps, cfg.recipe)
 
 
 if __name__ == "__main__":
