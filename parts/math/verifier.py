@@ -6,7 +6,6 @@ is answered only once per run, or only once ever if replies are cached on disk. 
 delimiters made from a hash. The candidate cannot contain them, so it cannot pass for part of the instructions.
 """
 
-import asyncio
 import contextlib
 import hashlib
 import json
@@ -16,7 +15,7 @@ import re
 import sqlite3
 import threading
 import urllib.parse
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +25,7 @@ from common.errors import UserError
 from common.templates import read_template
 from config import VerifierFlags
 from grading.answers import outside_thinking
+from grading.together import CONCURRENCY, Together
 
 if TYPE_CHECKING:
     import openai
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 Parsed = TypeVar("Parsed")
 NO_KEY = "none"  # passed if there is no key, because the client requires one
 RETRIES = 3  # of a failed request; the pause before each is longer than the previous one
-CONCURRENCY = 64  # requests per process at the same time
 MAX_REPLY = 1_000_000  # bytes of an HTTP reply; a verdict takes less than 20,000
 MAX_REPLY_TOKENS = 2048  # with the thinking
 WRAPPING = r"[\s\[\](){}<>*_`'\"«»“”‘’.,;:!#-]*"  # allowed around a verdict; not "≠" or "¬", which negate it
@@ -154,12 +153,20 @@ def make_client(url: str) -> "openai.AsyncOpenAI":
         base_url=base_url,
         default_query=dict(urllib.parse.parse_qsl(query)),
         api_key=os.environ.get("REWARD_MODEL_KEY") or NO_KEY,
-        timeout=None,  # `Verifier` limits the time of a call with all its retries
+        timeout=None,  # `Together` limits the time of a call with all its retries
         max_retries=RETRIES,
         http_client=BoundedClient(headers={"Accept-Encoding": "identity"}, follow_redirects=False, timeout=None),
     )
     client.organization = client.project = None  # not those of OPENAI_ORG_ID and OPENAI_PROJECT_ID
     return client
+
+
+async def read_json(request: Callable, **arguments: Any) -> Any:
+    """Return the JSON value with which the server replies to `request`."""
+    content = (await request(**arguments)).content
+    if len(content) > MAX_REPLY:
+        raise ValueError(f"it sent more than {MAX_REPLY:,} bytes")
+    return json.loads(content)
 
 
 class Verifier:
@@ -178,11 +185,8 @@ class Verifier:
         path, names = flags.verifier_template, ["question", "gold", "answer"]
         self.template = read_template(path, "--verifier_template", names) if path else None
         self.last_error = ""
-        self.failures = 0  # requests since the last successful request, including requests in flight
         self.cache = ReplyCache(cache or ":memory:")
-        self.loop = asyncio.new_event_loop()  # in this loop, a slow call can be cancelled, whatever it waits for
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.slots = asyncio.Semaphore(CONCURRENCY)
+        self.together = Together(flags.verifier_timeout, CONCURRENCY)
         self.lock = threading.Lock()  # guards `requests`
         self.requests: dict[str, Future] = {}  # requests in flight, keyed by their messages
 
@@ -206,7 +210,7 @@ class Verifier:
         key = json.dumps(messages)
         with self.lock:
             if key not in self.requests:
-                self.requests[key] = self._start(self._ask(messages, parse))
+                self.requests[key] = self.together.start(self._ask(messages, parse))
             request = self.requests[key]
         try:
             return request.result()
@@ -218,9 +222,6 @@ class Verifier:
                 if self.requests.get(key) is request:  # each thread that shares it comes here
                     del self.requests[key]  # if its answer is not in the cache, the question is asked again
 
-    def _start(self, coroutine: Coroutine) -> Future:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-
     def _describe(self, error: Exception) -> str:
         """Return one line of at most 200 characters. It contains no credentials, even if the server repeats them."""
         text = hide_credentials(f"{type(error).__name__}: {' '.join(str(error).split())}")
@@ -228,7 +229,7 @@ class Verifier:
         return (text.replace(key, "***") if key != NO_KEY else text)[:200]
 
     async def _ask(self, messages: list[dict], parse: Callable[[str], Parsed | None]) -> Parsed | None:
-        """Return the parsed reply from the cache or the server, or None if the server is down.
+        """Return the parsed reply from the cache or the server.
 
         Raises an error if the request fails, for example ValueError if the reply cannot be parsed.
         """
@@ -236,23 +237,8 @@ class Verifier:
         cached = self.cache.get(key)
         if cached is not None:
             return parse(cached)
-        async with self.slots:
-            if self.failures >= 2 * CONCURRENCY:  # the server is down
-                return None
-            self.failures += 1  # reset to 0 once a request succeeds
-            create = self.client.chat.completions.with_raw_response.create
-            completion = await self._call(
-                create, model=self.model, messages=messages, temperature=0, max_tokens=MAX_REPLY_TOKENS
-            )
-        try:
-            choice = completion["choices"][0]
-            reply = choice["message"]["content"]
-        except (LookupError, TypeError):  # the response does not follow the API
-            reply = None
-        if not isinstance(reply, str):
-            raise ValueError(f"{self.url} sent a response without text: {str(completion)[:80]!r}")
-        self.failures = 0
-        if choice.get("finish_reason") == "length":
+        reply, reason = await self.together(self._reply, messages)
+        if reason == "length":
             raise ValueError(f"its reply was cut off at {MAX_REPLY_TOKENS} tokens: {reply[:80]!r}")
         answer = parse(reply)
         if answer is None:
@@ -261,24 +247,24 @@ class Verifier:
         self.cache.put(key, reply)
         return answer
 
-    async def _call(self, request: Callable, **arguments: Any) -> Any:
-        """Return the JSON value with which the server replies to `request`.
-
-        Raises TimeoutError after `verifier_timeout` seconds, even if the server is still sending.
-        """
-        limit = self.flags.verifier_timeout
+    async def _reply(self, messages: list[dict]) -> tuple[str, Any]:
+        """Return the server's reply to `messages`, and why it ended."""
+        create = self.client.chat.completions.with_raw_response.create
+        completion = await read_json(
+            create, model=self.model, messages=messages, temperature=0, max_tokens=MAX_REPLY_TOKENS
+        )
         try:
-            async with asyncio.timeout(limit):
-                content = (await request(**arguments)).content
-        except TimeoutError:
-            raise TimeoutError(f"no complete reply within {limit:g} s (--verifier_timeout)") from None
-        if len(content) > MAX_REPLY:
-            raise ValueError(f"it sent more than {MAX_REPLY:,} bytes")
-        return json.loads(content)
+            choice = completion["choices"][0]
+            reply = choice["message"]["content"]
+        except (LookupError, TypeError):  # the response does not follow the API
+            reply = None
+        if not isinstance(reply, str):
+            raise ValueError(f"{self.url} sent a response without text: {str(completion)[:80]!r}")
+        return reply, choice.get("finish_reason")
 
     def reset_failures(self) -> None:
         """Allow new requests even if the server was down. Called before each round of rewards."""
-        self.failures = 0
+        self.together.failures = 0
 
     def check(self) -> None:
         """Ask a trial question before any model is loaded. Raises UserError if there is no reply.
@@ -290,7 +276,8 @@ class Verifier:
             if self.model is None:
                 self.model = self._only_model(self.cache.get(model_key))
                 self.cache.put(model_key, self.model)
-            reply = self._start(self._ask(self._judge_messages("What is 1 + 1?", "2", "2"), str)).result()
+            question = self._judge_messages("What is 1 + 1?", "2", "2")
+            reply = self.together.start(self._ask(question, str)).result()
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001 - as in `_request`
@@ -308,7 +295,8 @@ class Verifier:
         Raises UserError if it serves several models, and any error of the request if none is known.
         """
         try:
-            listing = self._start(self._call(self.client.models.with_raw_response.list)).result()
+            request = self.together(read_json, self.client.models.with_raw_response.list)
+            listing = self.together.start(request).result()
             models = [str(model["id"]) for model in listing["data"]]
         except Exception:
             if known is None:
