@@ -154,7 +154,7 @@ class VerifierFlags:
     """Jinja file with the verifier's prompt, for a model that was trained on one of its own, such as xVerify. It must
     contain {{ question }}, {{ gold }} and {{ answer }}. The reply must be "correct" or "incorrect"."""
     verifier_timeout: float = 60.0
-    """Time limit for one question in seconds, including all retries."""
+    """Time limit in seconds of one question, including all retries, and of one call of a reward that is `async def`."""
 
     def check_verifier(self) -> None:
         """Raise ValueError for invalid settings."""

@@ -78,9 +78,8 @@ class Scorer:
             self.built_in[flags.env] = lambda env_reward=0.0, **_: env_reward
             self.weights[flags.env] = 1.0
         self.user_functions: dict[str, str] = {}  # name of each user-defined reward -> "file.py:function"
-        self.parameters: dict[str, set[str] | None] = {}  # of each user-defined reward; None if it accepts any
-        self.required: dict[str, set[str]] = {}  # those of its parameters that have no default
-        self.sees_images: set[str] = set()  # user-defined rewards with a parameter `images`
+        self.functions: dict[str, Any] = {}  # the same, as `grading.calls.UserReward`
+        self.sizes = {"math": 1}  # completions that are scored in one go; "math" may ask a verifier about each
         for text in flags.reward:
             self._add(text)
         for task in self.weights.keys() - self.user_functions.keys():
@@ -96,7 +95,7 @@ class Scorer:
         self.threads = 8 if self.user_functions or "math" in self.weights else 1  # the others take microseconds
         self.threads = self.verifier.threads if self.verifier else self.threads
         self.workers = self._start_workers() if self.user_functions else None
-        self.reported: set[str] = set()  # functions of whose spans a note was printed
+        self.reported: set[str] = set()  # what was noted: functions of whose spans, kinds of missing verdicts
         own = get_task(self.task)
         self.format: Callable[[str], bool] | None = None  # the task's, if the reward depends on it, or it has its own
         if self.weights[self.task] and (own.format is not format_reward or own.template == rewards.THINK_ANSWER):
@@ -104,9 +103,9 @@ class Scorer:
         self.unscored_reason = ""  # why the most recent unscored completion has no reward
 
     def _start_workers(self) -> Any:
-        from grading.calls import start_workers
+        from grading.calls import start_reward_workers
 
-        return start_workers(2, list(self.user_functions.values()))
+        return start_reward_workers(self.functions)
 
     @property
     def gold_task(self) -> str | None:
@@ -144,25 +143,22 @@ class Scorer:
         self.weights[function] = weight
         self._add_function(function, name, found)
 
-    def _add_function(self, name: str, function: str, found: tuple[list[str], list[str], bool]) -> None:
+    def _add_function(self, name: str, function: str, found: tuple[list[str], list[str], bool, bool]) -> None:
         """Register the user's `function`, file.py:function, as the reward `name`; `found`: see `calls.parameters`."""
-        parameters, required, accepts_any = found
-        if not {"completion", "answer"} <= set(parameters):
-            raise UserError(f"--reward {function}: it must be a function of (completion, answer, **fields)")
-        self.user_functions[name] = function
-        self.parameters[name] = None if accepts_any else set(parameters)
-        self.required[name] = set(required)
-        self.sees_images |= {name} if "images" in parameters else set()
+        from grading.calls import UserReward
+
+        self.user_functions[name], self.functions[name] = function, UserReward(function, *found)
+        self.sizes |= {name: self.functions[name].batch} if self.functions[name].is_async else {}
 
     def check_columns(self, samples: Sequence[Sample]) -> None:
         """Raise UserError if a row lacks a column that a user-defined reward requires."""
         given = {"completion", "answer", "question", "images"} | ({"env_reward"} if self.flags.env else set())
         for sample in samples:
             columns = {name for name, value in sample.fields.items() if value is not None}
-            for function, required in self.required.items():
-                if missing := sorted(required - columns - given):
+            for name, function in self.functions.items():
+                if missing := sorted(set(function.required) - columns - given):
                     raise UserError(
-                        f"--reward {function}: {sample.source} has no {missing[0]!r}: add this column, or give the "
+                        f"--reward {name}: {sample.source} has no {missing[0]!r}: add this column, or give the "
                         "function's parameter a default value"
                     )
 
@@ -177,8 +173,8 @@ class Scorer:
             self.verifier.reset_failures()
         pairs = [(sample, rollout) for sample, group in zip(samples, rollouts, strict=True) for rollout in group]
         jobs: list[tuple[str, list[tuple[Sample, Rollout]]]] = []
-        for name in self.weights:
-            size = 1 if name == "math" else min(CALLS_TOGETHER, math.ceil(len(pairs) / 8))  # "math" may ask a verifier
+        for name in sorted(self.weights, key=lambda name: -self.sizes.get(name, 0)):  # those that wait long begin first
+            size = self.sizes.get(name) or min(CALLS_TOGETHER, math.ceil(len(pairs) / 8))
             jobs += [(name, pairs[first : first + size]) for first in range(0, len(pairs), max(size, 1))]
         values: dict[str, list[Value]] = {name: [] for name in self.weights}
         with (
@@ -235,7 +231,7 @@ class Scorer:
             fields |= {column: value for column, value in sample.fields.items() if value is not None}
             if isinstance(fields["question"], str):
                 fields["question"] = fields["question"].replace(TAG, "").strip()
-            if name in self.sees_images:
+            if name in self.functions and "images" in self.functions[name].parameters:
                 fields["images"] = images.get(sample.source) or _decoded_images(sample)
                 images[sample.source] = fields["images"]
             if self.flags.env:
@@ -243,34 +239,38 @@ class Scorer:
             calls.append(fields | {"completion": answers.without_marks(rollout.text), "answer": sample.answer})
         if name not in self.user_functions:
             return [self._built_in_value(name, fields) for fields in calls]
-        parameters = self.parameters[name]
-        calls = [{k: v for k, v in fields.items() if parameters is None or k in parameters} for fields in calls]
-        results = self.workers.call_all(self.user_functions[name], rewards.REWARD_TIMEOUT, calls)
-        judged = zip(results, calls)
-        return [self._judge(self.user_functions[name], result, call["completion"]) for result, call in judged]
+        own = self.functions[name]
+        limit = self.flags.verifier_timeout if own.is_async else rewards.REWARD_TIMEOUT
+        results = zip(own.call_all(self.workers[name], calls, limit), calls)
+        return [self._judge(own.name, result, fields["completion"]) for result, fields in results]
 
     def _built_in_value(self, name: str, fields: dict[str, Any]) -> Value:
         """Compute the reward of a task or `format_reward`."""
         try:
             value = self.built_in[name](**fields | {"verifier": self.verifier})
         except WorkerLost as error:
-            self.unscored_reason = f"{name}: {error}"
-            return Value()
+            return self._unscored(f"{name}:", error)
         if value is None and name == "math":  # it does so only if the verifier gives no verdict
-            self.unscored_reason = f"{self.verifier.url}: {self.verifier.last_error}"
-            return Value()
+            return self._unscored(f"{self.verifier.url}:", self.verifier.last_error)
         return self._judge(name, value, fields["completion"])
+
+    def _unscored(self, function: str, reason: object) -> Value:
+        """Return the value of a completion without a reward. Each kind of reason is printed once."""
+        self.unscored_reason = f"{function} {reason}"
+        kind = f"{function} {str(reason).partition(':')[0]}"
+        if kind not in self.reported:
+            self.reported.add(kind)
+            console.log(f"note: a completion without a verdict is left out: {self.unscored_reason}")
+        return Value()
 
     def _judge(self, function: str, returned: Any, text: str) -> Value:
         """Check what a reward has returned for the completion `text`."""
         if isinstance(returned, CallLost):
-            self.unscored_reason = f"{function} {returned}"
-            return Value()
+            return self._unscored(function, returned)
         if isinstance(returned, CallFailed):
             return Value(error=str(returned))
         if returned is None:
-            self.unscored_reason = f"{function} returned None"
-            return Value()
+            return self._unscored(function, "returned None")
         try:
             if isinstance(returned, Real) and abs(returned) < MAX_REWARD:  # type: ignore[operator]
                 return Value(float(returned))

@@ -1,17 +1,22 @@
 """Call functions of the user by their name, "file.py:function", in the killable processes of parts/workers.py."""
 
 import inspect
+import math
 import pathlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from common import console
-from common.errors import CallFailed, describe
+from common.errors import CallFailed, CallLost, UserError, describe
 from common.parts import extra
 from common.plugins import import_file
 
 ROOT = str(pathlib.Path(__file__).resolve().parent.parent)
 PARAMETERS = f"{pathlib.Path(__file__).resolve()}:parameters"
+AWAIT_ALL = f"{pathlib.Path(__file__).resolve()}:await_all"
+SPARE = 10.0  # seconds for calls that are awaited together, beside those of each
+AWAITED, AWAITED_WITH_IMAGES = 512, 64  # such calls that a worker is given; images take memory until all are answered
 
 
 def load_function(name: str) -> Callable:
@@ -23,12 +28,68 @@ def load_function(name: str) -> Callable:
     return getattr(import_file(file), function)
 
 
-def parameters(name: str) -> tuple[list[str], list[str], bool]:
-    """Return all parameter names of a function, those without a default, and whether it has `**kwargs`."""
-    found = inspect.signature(load_function(name)).parameters
+def parameters(name: str) -> tuple[list[str], list[str], bool, bool]:
+    """Return a function's parameters, those without a default, whether it has `**kwargs`, and is an `async def`."""
+    function = load_function(name)
+    found = inspect.signature(function).parameters
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [name for name, p in found.items() if p.default is p.empty and p.kind not in variable]
-    return list(found), required, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.values())
+    has_kwargs = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.values())
+    return list(found), required, has_kwargs, inspect.iscoroutinefunction(function)
+
+
+@dataclass(frozen=True)
+class UserReward:
+    """A reward that is a function of the user's, "file.py:function"; the rest is what `parameters` returns."""
+
+    name: str
+    parameters: list[str]
+    required: list[str]
+    accepts_any: bool
+    is_async: bool
+
+    def __post_init__(self) -> None:
+        if not {"completion", "answer"} <= set(self.parameters):
+            raise UserError(f"--reward {self.name}: it must be a function of (completion, answer, **fields)")
+
+    @property
+    def batch(self) -> int:
+        """How many completions an `async def` is called for at once."""
+        return AWAITED_WITH_IMAGES if "images" in self.parameters else AWAITED
+
+    def call_all(self, workers: Any, arguments: list[dict[str, Any]], seconds: float) -> list[Any]:
+        """Let `workers` call the function with what it takes of each of `arguments`, for at most `seconds` each."""
+        wanted = [{k: v for k, v in each.items() if self.accepts_any or k in self.parameters} for each in arguments]
+        if not self.is_async:
+            return workers.call_all(self.name, seconds, wanted)
+        from grading.together import CONCURRENCY
+
+        limit = SPARE + seconds * math.ceil(len(wanted) / CONCURRENCY)  # reached only if a call blocks the others
+        fields = {"name": self.name, "arguments": wanted, "seconds": seconds}
+        (results,) = workers.call_all(AWAIT_ALL, limit, [fields])
+        if isinstance(results, CallLost):
+            results = CallLost(f"{results} (all calls of a round share it: none may wait without await, or end it)")
+        return [results] * len(wanted) if isinstance(results, CallFailed) else results
+
+
+def await_all(name: str, arguments: list[dict[str, Any]], seconds: float) -> list[Any]:
+    """Call an `async def` with each of `arguments`, many at once; in place of a result stands CallLost if it failed."""
+    from asyncio import gather
+
+    from grading.together import Together
+
+    function, together = load_function(name), Together(seconds)
+
+    async def result(fields: dict[str, Any]) -> Any:
+        try:
+            return plain(await together(function, **fields))
+        except BaseException as error:  # noqa: BLE001 - as in `DirectCalls`; SystemExit would end the event loop
+            return CallLost(console.hide_credentials(describe(error)))
+
+    async def results() -> list[Any]:
+        return await gather(*map(result, arguments))
+
+    return together.start(results()).result()
 
 
 def start_workers(count: int, names: list[str], may_hang: bool = True) -> Any:
@@ -40,6 +101,14 @@ def start_workers(count: int, names: list[str], may_hang: bool = True) -> Any:
         return workers.WorkerPool(count, names)
     console.log("no workers: parts/workers is not here, so that a reward that hangs, hangs the run")
     return DirectCalls()
+
+
+def start_reward_workers(functions: dict[str, UserReward]) -> dict[str, Any]:
+    """Return the workers of each reward, by its name: two for all, and one of its own for each `async def`."""
+    together = [function.name for function in functions.values() if not function.is_async]
+    workers = start_workers(2, together) if together else None
+    own = {name: [each.name, AWAIT_ALL] for name, each in functions.items() if each.is_async}
+    return dict.fromkeys(functions, workers) | {name: start_workers(1, names) for name, names in own.items()}
 
 
 class DirectCalls:
@@ -58,7 +127,11 @@ class DirectCalls:
 
 def result_of(function: Callable, fields: dict[str, Any]) -> Any:
     """Call a function, and return its result, a scalar of NumPy or torch as a number."""
-    value = function(**fields)
+    return plain(function(**fields))
+
+
+def plain(value: Any) -> Any:
+    """Return `value`, a scalar of NumPy or torch as a number."""
     return value.item() if hasattr(value, "item") else value
 
 

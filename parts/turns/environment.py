@@ -99,9 +99,9 @@ def find_environment(name: str, tokenizer: Any, max_turns: int, max_seen: int) -
     """
     environment = find_entry("env", name, ENVIRONMENTS)
     function = plugins.name_of(environment.reply)
-    names, required, accepts_any = parameters(function) if function else ([], [], False)
-    if not function or not (accepts_any or "text" in names):
-        form = "Environment(FUNCTION) of a function (text, state, **fields)"
+    names, required, accepts_any, is_async = parameters(function) if function else ([], [], False, False)
+    if not function or is_async or not (accepts_any or "text" in names):
+        form = "Environment(FUNCTION) of a plain function (text, state, **fields)"
         raise UserError(f"--env {name}: it must be {form} with a name in the plugin")
     columns = frozenset(required) - {"text", "state", "images", "extents", "question", "answer"}
     described = json.dumps(environment.tools, ensure_ascii=False)

@@ -22,7 +22,7 @@ def take_turn(
     """
     own = pickle.loads(state)
     allow_megapixels(max_megapixels)
-    names, _, accepts_any = parameters(function)
+    names, _, accepts_any, _ = parameters(function)
     wanted = {name: value for name, value in (fields | {"state": own}).items() if accepts_any or name in names}
     if "images" in wanted:
         wanted["images"] = [decode_image(image) for image in fields["images"]]

@@ -128,3 +128,10 @@ for function in (over, pictures, varied, killer, faulty, failing, hint):
     ENVIRONMENTS[function.__name__] = Environment(function)
 ENVIRONMENTS["function"] = over  # type: ignore[assignment]
 ENVIRONMENTS["nameless"] = Environment(lambda **_: None)
+
+
+async def awaited(text, state, **fields):
+    """An environment is no `async def`."""
+
+
+ENVIRONMENTS["awaited"] = Environment(awaited)

@@ -16,12 +16,13 @@ class Server:
 
     `reply` is a text or a function of the request body. `status` is an HTTP status, or a list with one status per
     request. `finish` is the reason why a reply ends. Each response is delayed by `seconds`, and `raw` replaces its
-    body. `max_concurrent` is the highest number of requests that were open at the same time. `headers` are those of the
-    last request.
+    body, which is of the type `media`. `max_concurrent` is the highest number of requests that were open at the same
+    time. `headers` are those of the last request.
     """
 
     def __init__(self):
         self.reply, self.status, self.seconds, self.raw = "Correct", 200, 0.0, None
+        self.media = "application/json"
         self.models, self.finish = ["judge"], "stop"
         self.requests: list[dict] = []
         self.headers: dict[str, str] = {}
@@ -41,7 +42,7 @@ class Server:
             await asyncio.sleep(self.seconds)
             self.concurrent -= 1
             if self.raw is not None:
-                return fastapi.Response(self.raw, status_code=self.status, media_type="application/json")
+                return fastapi.Response(self.raw, status_code=self.status, media_type=self.media)
             status = self.status.pop(0) if isinstance(self.status, list) else self.status
             if status != 200:
                 raise fastapi.HTTPException(status, "no")

@@ -581,6 +581,7 @@ def test_settings_that_do_not_go_together_are_refused(flags, message):
     [
         ({"env": "walk"}, r"^--env walk: choose one of .*\bpictures\b"),
         ({"env": "nameless"}, r"^--env nameless: it must be Environment\(FUNCTION\) .* with a name in the plugin"),
+        ({"env": "awaited"}, r"^--env awaited: it must be .* of a plain function \(text, state, \*\*fields\)"),
         ({"env": "hint"}, "^12 of 12 rows cannot be used: .*: no 'hint', which the function of --env requires"),
         ({"env": "vqa"}, "^--env vqa: a reward has this name; rename the entry of ENVIRONMENTS"),
         ({"env": "over", "reward": ("own.py:over",)}, "^--reward own.py:over: a reward named 'over' already exists"),
