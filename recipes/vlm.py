@@ -10,5 +10,5 @@ def ends_with_the_number(completion: str, answer: str, **_: object) -> float:
 
 
 def exact_match(completion: str, answer: str, **_: object) -> float:
-    """Return 1 if the completion is the answer and nothing else, in any case of letters, else 0."""
-    return float(completion.strip().lower() == answer.lower())
+    """Return 1 if the completion is the answer and nothing else, but for capitals and a full stop, else 0."""
+    return float(completion.strip().removesuffix(".").lower() == answer.lower())

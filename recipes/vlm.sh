@@ -13,8 +13,9 @@ fi
 mapfile -t train_flags < <(sed 's/#.*//' recipes/vlm.flags | xargs -n 1)
 train_flags+=(--eval_every 25)
 shared_flags=(--task count --template recipes/vlm.jinja --min_pixels 12544)
-sft_flags=(--train_vision --vision_rate 1e-3 --learning_rate 2e-5 --lr_schedule cosine --warmup 60
-  --prompts_per_step 128 --max_steps 2000 --eval_every 200 --save_every 500)
+# The language model stays as it is: with a rate of 2e-5, three steps made it answer every question with a shape.
+sft_flags=(--train_vision --vision_rate 1e-3 --learning_rate 0 --lr_schedule cosine --warmup 60
+  --prompts_per_step 256 --max_steps 1200 --eval_every 200 --save_every 400)
 held_out=512 limit=()
 if ! nvidia-smi -L > /dev/null 2>&1; then
   echo "There is no GPU: a few small steps, which show how it works and teach nothing."

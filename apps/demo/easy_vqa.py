@@ -1,8 +1,8 @@
 """Rows for the model of `vlm.py`: the questions of easy-VQA, and what the shape in each of its pictures costs.
 
-easy-VQA (Victor Zhou, MIT License) asks about the shape in a picture and its color, one word an answer: what SFT
-teaches. For GRPO, a text names a price for each shape and each color, and asks what the one in the picture costs. What
-counts is in the picture alone, and its price in the text alone.
+easy-VQA (Victor Zhou, MIT License) asks about the shape in a picture and its color, one word an answer: what the tower
+learns to see by SFT. For GRPO, a text names a price for each shape and each color, and asks what the one in the picture
+costs. What counts is in the picture alone, and its price in the text alone.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ COLORS = ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow")
 PRICES = (2, 50)  # the lowest, and above the highest
 PRICES_EACH = {"train": 3, "test": 1}  # lists of prices for a picture
 ONE_WORD = "Answer with one word."
-EQUATION = "What does the shape in the picture cost, with its paint? Answer with an equation, such as 3 + 4 = 7."
+PRICE = "Write the price of the shape in the picture plus the price of its color, such as 3 + 4 = 7."
 
 Question = tuple[str, str, int]  # the question, its answer, and the number of the picture
 
@@ -65,10 +65,8 @@ def shapes_and_colors(questions: list[Question]) -> dict[int, tuple[str, str]]:
 def price_question(shape: str, color: str, rng: np.random.Generator) -> tuple[str, str]:
     """Return a list of prices with the question what a shape of this color costs, and the answer."""
     prices = dict(zip((*SHAPES, *COLORS), rng.integers(*PRICES, len(SHAPES) + len(COLORS)).tolist()))
-    of_shapes = ", ".join(f"a {name} costs {prices[name]}" for name in rng.permutation(SHAPES))
-    of_colors = ", ".join(f"{name} {prices[name]}" for name in rng.permutation(COLORS))
-    text = f"{of_shapes[0].upper()}{of_shapes[1:]}. Paint costs extra: {of_colors}. {EQUATION}"
-    return text, str(prices[shape] + prices[color])
+    shapes, colors = (", ".join(f"{x} {prices[x]}" for x in rng.permutation(names)) for names in (SHAPES, COLORS))
+    return f"Shapes: {shapes}. Colors: {colors}. {PRICE}", str(prices[shape] + prices[color])
 
 
 def write_rows(parts: pathlib.Path, output: pathlib.Path) -> None:
@@ -80,7 +78,10 @@ def write_rows(parts: pathlib.Path, output: pathlib.Path) -> None:
             for picture, what in shapes_and_colors(questions).items()
             for _ in range(PRICES_EACH[split])
         ]
-        easy = [row_of(split, f"{question} {ONE_WORD}", answer, picture) for question, answer, picture in questions]
+        # a capital, as in the answers that the language model gives by itself
+        easy = [
+            row_of(split, f"{text} {ONE_WORD}", answer.capitalize(), picture) for text, answer, picture in questions
+        ]
         write_jsonl(output / f"easy-{split}.jsonl", easy)
         write_jsonl(output / f"prices-{split}.jsonl", [row_of(split, *each) for each in priced])
 
