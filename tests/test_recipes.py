@@ -184,6 +184,17 @@ def test_the_rewards_of_geo3k():
     assert geo3k.accuracy(good, "2") == geo3k.accuracy("0.5", "0.5") == geo3k.boxed("<think>a</think> 3", "3") == 0
 
 
+def test_geo3k_has_the_published_settings(monkeypatch):
+    """Those of EasyR1's example (examples/config.yaml), whose loss (verl/trainer/core_algos.py) has no importance
+    weight."""
+    cfg = parsed(monkeypatch, *shlex.split((ROOT / "recipes/geo3k.flags").read_text(), comments=True))
+    assert cfg.importance_cap == 0
+    assert (cfg.loss_type, cfg.clip_low, cfg.clip_high, cfg.dual_clip, cfg.beta) == ("dapo", 0.2, 0.3, 3, 0.01)
+    assert (cfg.prompts_per_step, cfg.prompts_per_update, cfg.num_generations, cfg.epochs) == (512, 128, 5, 15)
+    assert (cfg.learning_rate, cfg.weight_decay, cfg.lr_schedule, cfg.train_vision) == (1e-6, 0.01, "constant", True)
+    assert (cfg.max_prompt_length, cfg.max_completion_length, cfg.temperature, cfg.save_every) == (2048, 2048, 1, 5)
+
+
 def clicked(name: str, place: str) -> str:
     return f"<think>a [1, 1]</think> <answer>[{{'action': '{name}', 'coordinate': {place}}}]</answer>"
 
