@@ -11,6 +11,7 @@
 #   ./run.sh geo3k                    Qwen2.5-VL-3B on geometry, with the settings of EasyR1's published baseline
 #   ./run.sh math text|image|mixed    Qwen2.5-VL-7B on mathematics; set REWARD_MODEL_URL to use a verifier model
 #   ./run.sh click                    Qwen2.5-VL-3B on where to click, with the settings of UI-R1
+#   ./run.sh clevr                    Qwen2.5-VL-3B on drawn solids, with the settings of a nightly test of NeMo-RL
 #   ./run.sh count                    Qwen2.5-VL-3B on object counting, with an adapter on top of 4-bit weights, on one
 #                                     small GPU
 #   ./run.sh eval RUN [flags]         compare a trained run with its base, as its recipe does or with --benchmark NAME
@@ -24,8 +25,8 @@
 #                                     machine has no GPU but the training machines do. Before training on several
 #                                     machines, run this command once, on one of them
 #
-# The recipes are in recipes/. After vqa, geo3k, math, click or count, --smoke runs the recipe offline in a minute, with
-# a tiny model and generated rows. Further flags of grpo.py override the recipe's own. Environment variables:
+# The recipes are in recipes/. After vqa, geo3k, math, click, clevr or count, --smoke runs the recipe offline in a minute,
+# with a tiny model and generated rows. Further flags of grpo.py override the recipe's own. Environment variables:
 #
 #   MODEL, DATA, TEST_DATA, OUTPUT    override the recipe's model, training rows, evaluation rows and output folder
 #   ADAPTER                           an SFT adapter of MODEL to continue training
@@ -219,7 +220,7 @@ eval_flags=() train_flags=() smoke_flags=() given_flags=()
 [ $# -gt 0 ] && shift
 require_number N_GPUS 1 1
 require_number RESTARTS 0 0
-case $recipe in vqa | geo3k | math | click | count) check_machines ;; *) NNODES=1 ;; esac
+case $recipe in vqa | geo3k | math | click | clevr | count) check_machines ;; *) NNODES=1 ;; esac
 case "$recipe ${1:-}" in
   -h\ * | --help\ * | help\ * | *\ -h | *\ --help)
     case $recipe in
@@ -248,7 +249,7 @@ case $recipe in
     [ -z "$smoke" ] || fail "$recipe has no --smoke: it trains a model that is there"
     set_up
     . "recipes/$recipe.sh" ;;
-  vqa | geo3k | math | click | count)
+  vqa | geo3k | math | click | clevr | count)
     if [ "$recipe" = math ]; then
       kind=${1:-} name=math-${1:-}
       case $kind in text | image | mixed) shift ;; *) fail "./run.sh math needs text, image or mixed after it, not '$kind'" ;; esac
@@ -296,5 +297,5 @@ case $recipe in
   setup)
     set_up
     echo ".venv is ready" ;;
-  *) fail "no recipe '$recipe'; there are: demo (the default), digits, zoom, real, vlm, vqa, geo3k, math, click, count, eval, fits, serve, test, setup" ;;
+  *) fail "no recipe '$recipe'; there are: demo (the default), digits, zoom, real, vlm, vqa, geo3k, math, click, clevr, count, eval, fits, serve, test, setup" ;;
 esac

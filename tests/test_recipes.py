@@ -24,7 +24,7 @@ from common.cli import parse
 from common.errors import UserError
 from common.files import read_jsonl
 from config import Config, with_recipe
-from recipes import click, click_rows, geo3k, sums
+from recipes import clevr, click, click_rows, geo3k, sums
 from recipes import vlm as vlm_rewards
 from rewards import format_reward
 from tests.helpers.runs import SMALL
@@ -93,7 +93,7 @@ def test_the_task_is_vqa_everywhere_unless_it_is_named():
 
 def test_run_sh_trains_with_the_same_flags():
     """`./run.sh vqa` and `grpo.py --task vqa` read the same file."""
-    for name in ("vqa", "math", "count", "geo3k", "click"):
+    for name in ("vqa", "math", "count", "geo3k", "click", "clevr"):
         assert "--learning_rate" not in (ROOT / "recipes" / f"{name}.sh").read_text()
 
 
@@ -269,6 +269,74 @@ def test_the_rows_of_click_are_read_as_published(tmp_path, tiny_model, capsys):
         UserError, match=r"none/train\.json cannot be read .*: is --input the folder of LZXzju/UI-R1-3B"
     ):
         click_rows.main(click_rows.Config(output=f"{tmp_path}/out", input=f"{tmp_path}/none"))
+
+
+@pytest.mark.parametrize(
+    ("completion", "scores"),
+    [
+        ("<think>a</think> <answer>Yes</answer>", (1, 1)),
+        ("I see. <answer> y e s. </answer>", (0.75, 1)),
+        ("<think>yes</think>", (0.25, 0)),
+        ("<answer>yes and no</answer>", (0.75, 0)),
+        ("<answer>yes</answer> or <answer>no</answer>", (0.75, 0)),  # from the first tag to the last
+        ("<answer>yes", (0, 0)),
+        ("yes", (0, 0)),
+    ],
+)
+def test_the_rewards_of_clevr(completion, scores):
+    """NeMo-RL's two: the tags, and the letters and digits of the answer."""
+    assert (clevr.tags(completion, "yes"), clevr.exact(completion, "yes")) == scores
+
+
+def test_clevr_has_the_published_settings(monkeypatch):
+    """Those of NeMo-RL's nightly test (github.com/NVIDIA-NeMo/RL), with their lines: its YAML file is
+    examples/configs/recipes/vlm/vlm_grpo-qwen2.5-vl-3b-instruct-clevr-1n2g-dtensor2tp1.v1.yaml, commit 02d88d3."""
+    published = {
+        "prompts_per_step": 8,  # 3: num_prompts_per_step
+        "num_generations": 16,  # 4: num_generations_per_prompt
+        "advantage": "group",  # 7: normalize_rewards; the baseline of line 8 differs (docs/differs.md)
+        "beta": 0.01,  # 16: reference_policy_kl_penalty
+        "clip_low": 0.2,  # 17: ratio_clip_min
+        "clip_high": 0.2,  # 18: ratio_clip_max
+        "dual_clip": 0,  # 19: ratio_clip_c
+        "unbiased_kl": False,  # 21: use_on_policy_kl_approximation
+        "importance_cap": 0,  # 22: use_importance_sampling_correction
+        "loss_type": "dapo",  # 23: token_level_loss
+        "keep_last": 3,  # 30: keep_top_k
+        "save_every": 10,  # 31: save_period
+        "model": "Qwen/Qwen2.5-VL-3B-Instruct",  # 35: model_name
+        "updates_per_step": 1,  # 38: train_global_batch_size is 128, all completions of a step
+        "max_prompt_length": 3072 - 1024,  # 42: max_total_sequence_length
+        "max_grad_norm": 1,  # 68
+        "learning_rate": 5e-7,  # 76: lr
+        "weight_decay": 0.01,  # 77
+        "warmup": 50,  # 90: total_iters
+        "lr_schedule": "constant",  # 91
+        "max_completion_length": 1024,  # 100: max_new_tokens
+        "temperature": 1,  # 101
+        "data": "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex@train",  # 128: split, read in nemo_rl/data/hf_datasets
+        "reward": ("vqa=0", "recipes/clevr.py:tags=0.2", "recipes/clevr.py:exact=0.8"),  # 136 and 138
+        "max_steps": 200,  # 8 of tests/test_suites/vlm/…-clevr-1n2g-dtensor2tp1.v1.sh: MAX_STEPS; 38: reward > 0.9
+        "train_vision": True,  # the optimizer gets all parameters (nemo_rl/models/policy/dtensor_policy_worker.py)
+        "lora_rank": 0,
+    }
+    cfg = parsed(monkeypatch, *shlex.split((ROOT / "recipes/clevr.flags").read_text(), comments=True))
+    assert {name: getattr(cfg, name) for name in published} == published
+
+
+def test_the_rows_of_clevr_are_read_as_published(tmp_path, tiny_model):
+    """The answer is without its tags, and the prompt has the picture first, then the question within the demand."""
+    from apps.demo import smoke
+    from data import load_processor, load_split
+
+    smoke.write_clevr(tmp_path, smoke.np.random.default_rng(0))
+    processor = load_processor(tiny_model, "vqa", f"{ROOT}/recipes/clevr.jinja", 0, 84 * 84)
+    cfg = Config(data=f"{tmp_path}/train.jsonl")
+    samples = load_split(cfg, cfg.data, None, processor)
+    assert len(samples) == 8 and {sample.answer for sample in samples} <= {"yes", "no", *"123456"}
+    text = processor.template.render(content=samples[0].prompt)
+    assert text.startswith("<image>Think step-by-step to solve") and text.count("<image>") == 1
+    assert text.endswith("<answer>final answer</answer>\nHow many items are there?\n\nLet's think step-by-step.")
 
 
 # --- real -------------------------------------------------------------------------------------------------------------

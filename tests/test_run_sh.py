@@ -26,7 +26,7 @@ pytest.importorskip("apps", reason="needs apps/, which is not here")
 from apps.demo import tiny
 
 SLOW = pytest.mark.slow
-RECIPES = ["count", "click"]
+RECIPES = ["count", "click", "clevr"]
 SLOW_RECIPES = ["math mixed", "vqa", "geo3k", "math text", "math image"]
 
 
@@ -52,7 +52,7 @@ def test_every_recipe_runs_offline_with_smoke(request):
         for recipe, done in zip(recipes, pool.map(smoke, recipes)):
             assert done.returncode == 0, done.stderr[-3000:]
             (command,) = re.findall(r"^\+ .*grpo\.py .*", done.stdout, re.MULTILINE)
-            task = {"geo3k": "math", "click": "vqa"}.get(recipe, recipe.split()[0])
+            task = {"geo3k": "math", "click": "vqa", "clevr": "vqa"}.get(recipe, recipe.split()[0])
             assert f"--task {task} " in command
             assert f"--seed={len(recipe)}" in command, (
                 "flags given after the recipe name must override the recipe's own"

@@ -4,6 +4,7 @@
     python -m apps.demo.smoke --recipe geo3k --output FOLDER  # EasyR1 JSONL, next to images/
     python -m apps.demo.smoke --recipe math --output FOLDER   # text: parquet as in Skywork-OR1; image: a saved data set
     python -m apps.demo.smoke --recipe click --output FOLDER  # rows with boxes, and test rows as in ScreenSpot
+    python -m apps.demo.smoke --recipe clevr --output FOLDER  # rows as in R1-V, next to images/
     python -m apps.demo.smoke --recipe count --output FOLDER  # ZIP files with main.csv and images/
 
 The model has random weights. The data consists of a few generated rows in the recipe's real format. A smoke run shows
@@ -31,7 +32,7 @@ WRITTEN = {"model", "train.jsonl", "test.jsonl", "images", "text.parquet", "imag
 class Config:
     """Write a tiny model and a few rows of a recipe's data."""
 
-    recipe: Literal["vqa", "geo3k", "math", "count", "click"]
+    recipe: Literal["vqa", "geo3k", "math", "count", "click", "clevr"]
     """Recipe to write data for."""
     output: str
     """Folder for model/ and the data. What an earlier call has written there is replaced."""
@@ -110,6 +111,24 @@ def write_click(folder: pathlib.Path, rng: np.random.Generator) -> None:
         (folder / f"{name}.jsonl").write_text("".join(rows))
 
 
+def write_clevr(folder: pathlib.Path, rng: np.random.Generator) -> None:
+    """Write train.jsonl and test.jsonl with rows as in CLEVR-CoGenT: a count or yes or no, between tags."""
+    (folder / "images").mkdir()
+    for name in ("train", "test"):
+        rows = []
+        for i, count in enumerate(rng.integers(1, 7, ROWS).tolist()):
+            image = f"images/{name}-{i}.png"
+            tiny.draw_shapes(count, "circle", rng).save(folder / image)
+            asked, answer = [
+                ("How many items are there?", count),
+                ("Is one thing alone?", "yes" if count == 1 else "no"),
+            ][i % 2]
+            rows.append(
+                json.dumps({"image": image, "problem": asked, "solution": f"<answer> {answer} </answer>"}) + "\n"
+            )
+        (folder / f"{name}.jsonl").write_text("".join(rows))
+
+
 def write_count(folder: pathlib.Path, rng: np.random.Generator) -> None:
     """Write train.zip and test.zip, in the format that users upload."""
     for name in ("train", "test"):
@@ -125,7 +144,7 @@ def main(cfg: Config) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write = {"vqa": write_vqa, "geo3k": write_geo3k, "math": write_math, "count": write_count}
-    write |= {"click": write_click}
+    write |= {"click": write_click, "clevr": write_clevr}
     write[cfg.recipe](folder, np.random.default_rng(0))
     tokenizer = tiny.byte_tokenizer()
     tiny.save(tiny.build_model(tokenizer, seed=0), tokenizer, folder / "model")
