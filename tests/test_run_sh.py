@@ -184,6 +184,12 @@ def test_eval_scores_a_run_as_its_recipe_did(sh):
     assert f"{scored} --data others" in sh("eval", "runs/geo3k", TEST_DATA="others").stdout
 
 
+@pytest.mark.parametrize(("recipe", "result"), [("click", "83.3 after"), ("clevr", "reward above 0.9 at step 200")])
+def test_a_published_result_is_said_before_the_run(sh, recipe, result):
+    (line,) = re.findall("^Expected.*", sh(recipe).stdout, re.MULTILINE)
+    assert result in line and line.endswith("This recipe has not been run on real weights")
+
+
 def test_the_demos_end_with_the_score_without_pictures(sh):
     for name in ("demo", "digits", "zoom"):
         (command,) = re.findall(r"^\+ \S*python (evaluate.py .*--picture .*)", sh(name).stdout, re.MULTILINE)

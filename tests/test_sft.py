@@ -27,7 +27,7 @@ from sampling.hf_engine import HFEngine
 from tests.helpers.marks import needs
 from tests.helpers.models import end_with, save_tiny
 from tests.helpers.rows import make_sample
-from tests.helpers.runs import config
+from tests.helpers.runs import config, metrics
 from tests.helpers.samplers import groups_of
 from tests.helpers.scripts import run_script
 
@@ -159,10 +159,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tiny_model, shapes, tmp_path):
     flags = dict(save_every=2, eval_data=shapes, eval_every=2, lora_rank=4)
     for output, steps, resume in ((whole, 4, None), (halves, 2, None), (halves, 4, "newest")):
         sft.main(sft_config(tiny_model, shapes, output, max_steps=steps, resume=resume, **flags))
-    (a, b) = (
-        [{k: v for k, v in row.items() if "time" not in k} for row in read_jsonl(f / "metrics.jsonl")]
-        for f in (whole, halves)
-    )
+    a, b = metrics(whole), metrics(halves)
     assert a[-1] == b[-1] and a[-1]["eval/loss"] < a[0]["eval/loss"]
     adapters = [(f / "final" / "adapter_model.safetensors").read_bytes() for f in (whole, halves)]
     assert adapters[0] == adapters[1]

@@ -13,7 +13,7 @@ from common.group_stats import deviation, is_varied
 from common.records import GroupRewards, Rollout
 from packing import PackedBatch
 
-# Dense bfloat16 FLOP/s, from NVIDIA's data sheets.
+MEMINFO = "/proc/meminfo"  # Linux says here how the host's memory is used
 
 
 class Clock:
@@ -26,8 +26,8 @@ class Clock:
         """Begin a step."""
         self.started = time.perf_counter()
         self.laps: dict[str, list[float]] = {}  # phase -> duration of each of its runs, in seconds
-        self.memory = 0  # maximum GPU memory of all processes on the GPU at the end of a phase, in bytes
-        self.flushes_before = memory_flushes()
+        # memory: maximum GPU memory of all processes on the GPU at the end of a phase, in bytes
+        self.memory, self.flushes_before = 0, memory_flushes()
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -43,7 +43,7 @@ class Clock:
         """Return the seconds of the step and of its phases, and the memory that it took."""
         seconds = {f"time/{phase}": sum(laps) for phase, laps in self.laps.items()}
         memory = {"memory_gib": self.memory / 2**30, "memory_flushes": memory_flushes() - self.flushes_before}
-        return {"step_time": time.perf_counter() - self.started} | seconds | memory
+        return {"step_time": time.perf_counter() - self.started, "host_memory_gib": host_memory()} | seconds | memory
 
 
 def time_and_idle(laps: list[list[float]]) -> tuple[float, float]:
@@ -65,11 +65,10 @@ def sampling_metrics(
     sampled. `has_format` tells whether a completion has the format that its task asks for.
     """
     counts = [(len(r.ids), r.truncated, has_format(r.text) if has_format else math.nan, 1) for r in rollouts]
-    sums = distributed.all_sum(torch.tensor(counts, dtype=torch.float64).reshape(-1, 4).sum(0))
-    total_length, num_truncated, num_formatted, num_rollouts = sums
+    length, truncated, formatted, count = distributed.all_sum(torch.tensor(counts).double().reshape(-1, 4).sum(0))
     max_length = distributed.all_max(torch.tensor([max((len(rollout.ids) for rollout in rollouts), default=0)]))
     rollout_seconds, idle = time_and_idle(distributed.all_gather(clock.laps["rollout"]))
-    timings = clock.metrics() | {"time/rollout": rollout_seconds}
+    timings = clock.metrics() | {"time/rollout": rollout_seconds, "idle/rollout": idle}
     return {
         "reward": rewards.total.nanmean().item(),
         "reward_std": deviation(rewards.total).mean().item(),
@@ -78,13 +77,12 @@ def sampling_metrics(
         "frac_reward_full": (rewards.total >= 1).double().mean().item(),
         "frac_reward_zero_std": 1 - is_varied(rewards.total).double().mean().item(),
         "groups_drawn": len(rewards.total),
-        "completions/mean_length": (total_length / num_rollouts).item(),
+        "completions/mean_length": (length / count).item(),
         "completions/max_length": max_length.item(),
-        "completions/clipped_ratio": (num_truncated / num_rollouts).item(),
-        "completions/format_rate": (num_formatted / num_rollouts).item(),
+        "completions/clipped_ratio": (truncated / count).item(),
+        "completions/format_rate": (formatted / count).item(),
         **timings,
-        "idle/rollout": idle,
-        "tokens_per_second": total_length.item() / timings["step_time"],
+        "tokens_per_second": length.item() / timings["step_time"],
     }
 
 
@@ -119,6 +117,14 @@ def memory_flushes() -> int:
     return torch.cuda.memory_stats_as_nested_dict()["num_alloc_retries"] if torch.cuda.is_initialized() else 0
 
 
+def host_memory() -> float:
+    """Return the GiB that all programs use of this machine's memory, without cached files; 0 if it does not tell."""
+    with contextlib.suppress(OSError, KeyError), open(MEMINFO, encoding="ascii") as file:
+        kib = {line.split(":")[0]: int(line.split()[1]) for line in file}
+        return (kib["MemTotal"] - kib["MemAvailable"]) / 2**20
+    return 0.0
+
+
 def _mean(total: float, count: float) -> float:
     """Return `total` / `count`, or NaN if nothing was counted."""
     return total / count if count else math.nan
@@ -130,7 +136,7 @@ def logp_difference(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tenso
     with_image = batch.values.has_image & fresh
     difference = (trainer_logp - batch.values.sampling_logp).abs() * fresh
     sums = {"difference": difference.sum(), "difference_max": difference.max(), "fresh_tokens": fresh.sum()}
-    if (teacher_logp := batch.values.teacher_logp) is None:  # of a dummy batch, it is not: all have the same sums
-        teacher_logp = trainer_logp
+    # None if there is no teacher, but not in a dummy batch: all have the same sums
+    teacher_logp = trainer_logp if batch.values.teacher_logp is None else batch.values.teacher_logp
     sums["teacher_kl"] = ((trainer_logp - teacher_logp) * (batch.values.token_weights > 0)).sum()
     return sums | {"image_fresh_tokens": with_image.sum(), "image_difference": (difference * with_image).sum()}

@@ -39,8 +39,8 @@ def difference(a: pathlib.Path, b: pathlib.Path, scratch: pathlib.Path) -> float
 
 
 def metrics(folder: pathlib.Path) -> list[dict]:
-    """Return the logged metrics of a run, except timings."""
-    timed = ("time/", "idle/", "step_time", "tokens_per_second")
+    """Return the logged metrics of a run, except those of the machine: timings and the host's memory."""
+    timed = ("time/", "idle/", "step_time", "tokens_per_second", "host_memory_gib")
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_jsonl(folder / "metrics.jsonl")]
 
 

@@ -1,12 +1,14 @@
 """The metrics of a step, by hand."""
 
 import math
+import os
 
 import pytest
 import torch
 
 from common import distributed
 from common.records import GroupRewards, Rollout
+from training import metrics
 from training.metrics import Clock, sampling_metrics, update_metrics
 
 
@@ -95,3 +97,17 @@ def test_the_entropy_is_unknown_if_nothing_is_trained_on_and_the_format_if_none_
     rewards = GroupRewards(torch.zeros(1, 2), torch.zeros(1, 2), {})
     rollouts = [Rollout(torch.zeros(2).long(), torch.zeros(2))] * 2
     assert math.isnan(sampling_metrics(rollouts, rewards, clock)["completions/format_rate"])
+
+
+def test_the_hosts_memory_is_what_no_program_can_still_get(tmp_path, monkeypatch, step):
+    """Cached files count as available. A step has it; a system that does not tell has 0."""
+    assert 0 < metrics.host_memory() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    file = tmp_path / "meminfo"
+    file.write_text("MemTotal: 8388608 kB\nMemFree: 1024 kB\nMemAvailable: 2097152 kB\nCached: 2096128 kB\n")
+    monkeypatch.setattr(metrics, "MEMINFO", str(file))
+    assert metrics.host_memory() == Clock().metrics()["host_memory_gib"] == 6.0
+    file.write_text("MemTotal: 8388608 kB\n")
+    assert metrics.host_memory() == 0
+    file.unlink()
+    assert metrics.host_memory() == 0
+    assert "host_memory_gib" in step
