@@ -5,9 +5,10 @@
 
 It makes the model and rows of `./run.sh` or `./run.sh zoom` where they are missing, trains on this machine, and looks
 at each process of the run every few seconds, in /proc. Prints a table: the first tenth of the steps, without the very
-first ones, beside the last tenth.
+first ones, a tenth in the middle and the last one. `looks.jsonl` in the run's folder has all that was seen.
 """
 
+import json
 import pathlib
 import shutil
 import statistics
@@ -114,9 +115,8 @@ def size_of(folder: pathlib.Path) -> float:
 def show(cfg: Config, looks: list[Look], sizes: list[tuple[int, float]], seconds: list[float]) -> None:
     """Print a line for each process, one for the folder and one for the pace."""
     tenth = cfg.steps // 10
-    parts = range(tenth // 2, tenth + 1), range(cfg.steps - tenth, cfg.steps + 1)
-    first, last = (f"steps {steps[0]} to {steps[-1]}" for steps in parts)
-    print(f"| | {first} | {last} |\n|---|---|---|")
+    parts = [range(end - tenth // 2, end + 1) for end in (tenth, cfg.steps // 2, cfg.steps)]
+    print(f"| | {' | '.join(f'steps {steps[0]} to {steps[-1]}' for steps in parts)} |\n|---|---|---|---|")
     for name in dict.fromkeys(each.name for each in looks):
         of_process = [each for each in looks if each.name == name]
         print(f"| {name} | {' | '.join(middle(of_process, steps) for steps in parts)} |")
@@ -153,6 +153,7 @@ def main(cfg: Config) -> None:
             time.sleep(EVERY)
     if process.returncode:
         sys.exit(f"error: the run has failed with status {process.returncode}: see {folder / 'log.txt'}")
+    (folder / "looks.jsonl").write_text("".join(json.dumps(vars(each)) + "\n" for each in looks))
     rows = read_jsonl(folder / "run" / "metrics.jsonl")
     show(cfg, looks, sizes, [row["step_time"] for row in rows if "step_time" in row])
 
