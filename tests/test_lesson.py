@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import csv
 import dataclasses
 import json
 import pathlib
@@ -22,6 +23,7 @@ from data import encode_prompts, load_processor, load_samples
 from packing import pack
 from policy.forward import enable_packed_forward
 from policy.model import Policy
+from tests.helpers.scripts import run_script
 
 pytest.importorskip("parts.turns", reason="needs parts/turns, which is not here")
 pytest.importorskip("lesson.check", reason="needs lesson/, which is not here")
@@ -245,3 +247,22 @@ def test_each_figure_has_a_function_and_a_place_on_a_page():
     assert {name for name in drawn if name.startswith("curve_")} == curves - {"curve_plain", "curve_seed1"}
     pages = "".join(page.read_text() for page in LESSON.glob("*.md"))
     assert all(f"](figures/{name}.png)" in pages for name in drawn)
+
+
+# --- the file at speed ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_file_at_speed_trains_as_the_full_code_does(processes, built, tmp_path):
+    """Three steps of two updates on the same completions: the same log-probabilities and weights."""
+    with (built / "train" / "main.csv").open() as file:
+        drawn = [(row["answer"], f"{built}/train/{row['images_path']}") for row in csv.DictReader(file)]
+    rows = [{"prompt": "<image>How many?", "answer": answer, "images": [path]} for answer, path in drawn]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = tmp_path / "result.json"
+    worker = "tests/helpers/at_speed_worker.py"
+    run = run_script(worker, built / "model", tmp_path / "rows.jsonl", result, processes=processes)
+    assert run.returncode == 0, run.stderr[-3000:]
+    apart = json.loads(result.read_text())
+    assert len(apart["weights"]) == 3 and max(apart["weights"]) < 1e-6
+    assert max(apart["logp"]) < 1e-5 and min(apart["moved"]) > 1e-4

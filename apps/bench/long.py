@@ -8,7 +8,9 @@ at each process of the run every few seconds, in /proc. Prints a table: the firs
 first ones, a tenth in the middle and the last one. `looks.jsonl` in the run's folder has all that was seen.
 """
 
+import contextlib
 import json
+import os
 import pathlib
 import shutil
 import statistics
@@ -108,8 +110,13 @@ def last_step(metrics: pathlib.Path) -> int:
 
 
 def size_of(folder: pathlib.Path) -> float:
-    """Return the size of all files in `folder` in MiB."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**20
+    """Return the size of all files in `folder` in MiB, without those that the run removes at this moment."""
+    size = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                size += os.stat(os.path.join(place, name)).st_size
+    return size / 2**20
 
 
 def show(cfg: Config, looks: list[Look], sizes: list[tuple[int, float]], seconds: list[float]) -> None:

@@ -1,0 +1,723 @@
+"""GRPO for Qwen2.5-VL in one file, on one to eight GPUs, at nearly the speed of the full code.
+
+    torchrun --nproc_per_node 8 lesson/grpo_at_speed.py --model Qwen/Qwen2.5-VL-3B-Instruct --data rows.jsonl
+
+A row of rows.jsonl is {"prompt": "How many?", "answer": "3", "images": ["1.png"]}, with paths beside the file. Replace
+`reward` by your own. Read from the bottom: `train` is the run, `step` one step, `loss_of` the formula. What makes it
+fast, in the order of the file:
+
+    a prompt is computed once for its G completions      `pack`, `prefix_attention`
+    no padding: micro-batches are one long sequence      `pack`, `micro_batches`
+    logits of 512 tokens at a time                       `TokenLogp`
+    weights sharded in float32, computed in bfloat16     `shard`
+    vLLM in this process, asleep while training          `Sampler`
+    weights handed over one by one                       `Sampler.sync`
+
+What it leaves out, and where the full code has it: bad rows and other columns (inputs/rows.py, data.py), other models
+(policy/families.py), adapters and 4-bit weights (policy/lora.py), memory planned before the start (policy/memory.py),
+turns with tools (parts/turns/), other losses and rewards (grpo.py, rewards.py), pages and trackers (parts/pages/).
+
+Equal to the full code on a CPU (tests/test_lesson.py), where it also runs with vLLM's build for CPUs. It has not run on
+a GPU yet.
+
+Shapes: T packed tokens, K keys of them, C completion tokens, S prompt tokens, L tokens of a completion, H heads, E head
+dimension, D hidden size, V vocabulary, P prompts of this process, G completions of each.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import re
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+import transformers
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # vLLM in this process: its weights are tensors that we can write
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+LOGIT_ROWS = 512  # completion tokens whose (V,) float32 logits are in memory together
+
+
+@dataclass
+class Settings:
+    model: str = "Qwen/Qwen2.5-VL-3B-Instruct"  # a name on the hub or a folder
+    data: str = "rows.jsonl"
+    output: str = "runs/at_speed"  # metrics.jsonl, checkpoints, and the trained model in final/
+    prompts: int = 32  # per step, on all GPUs together
+    group: int = 8  # G, completions of each prompt
+    max_tokens: int = 512  # L at most
+    steps: int = 100
+    learning_rate: float = 1e-6
+    clip: float = 0.2  # ε: the ratio π / π_old earns nothing outside 1 ± ε
+    updates: int = 1  # optimizer steps on the same completions; π_old is the policy before the first
+    beta: float = 0.0  # weight of the KL divergence from the initial model
+    importance_cap: float = 2.0  # of the weight π_old / π_sampler, since vLLM rounds otherwise; 0: no weight
+    temperature: float = 1.0
+    micro_batch_tokens: int = 16384  # T of a forward and backward pass
+    checkpointing: bool = False  # compute each layer again in the backward pass: less memory, a third slower
+    gpu_memory: float = 0.4  # vLLM's share of the GPU
+    min_pixels: int = 3136  # of a picture
+    max_pixels: int = 1003520
+    save_every: int = 20  # steps; a run that finds a checkpoint in its folder goes on from there
+    seed: int = 0
+
+
+def reward(completion: str, answer: str) -> float:
+    """Return 1 if the last number, or else the whole text, is the answer. Yours goes here."""
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", completion)
+    said = numbers[-1] if numbers else completion.strip()
+    return float(said.lower() == answer.strip().lower())
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Prompt:
+    """A row, as the trainer and the sampler see it."""
+
+    answer: str
+    ids: Tensor  # (S,) with a token for each 28 x 28 pixels of an image
+    sampler_ids: list[int]  # with one token for each image
+    positions: Tensor  # (3, S) of the rotary embedding: time, height, width
+    vision: dict[str, Tensor]  # pixel_values (patches, 1176) and image_grid_thw (images, 3); empty without images
+    image_places: Tensor  # which of `ids` stand for images
+    features: Tensor | None = None  # (image tokens, D) of the frozen tower, for both
+
+
+@dataclass
+class Encoder:
+    """What turns rows into prompts."""
+
+    folder: pathlib.Path
+    tokenizer: transformers.PreTrainedTokenizerBase
+    images: transformers.BaseImageProcessor
+    skeleton: nn.Module  # the model without weights, which knows how positions are counted
+    image_token: int
+
+    def __call__(self, row: dict[str, Any]) -> Prompt:
+        pictures = [Image.open(self.folder / path).convert("RGB") for path in row.get("images", [])]
+        text = row["prompt"].replace("<image>", "").strip()
+        content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
+        chat = [{"role": "user", "content": content}]
+        text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        sampler_ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        vision = dict(self.images(images=pictures, return_tensors="pt")) if pictures else {}
+        grids = vision.get("image_grid_thw", torch.empty(0, 3).long())
+        counts, places = iter((grids.prod(dim=1) // self.images.merge_size**2).tolist()), []
+        for token in sampler_ids:
+            places += [token] * (next(counts) if token == self.image_token else 1)
+        ids = torch.tensor(places)
+        is_image = ids == self.image_token
+        kinds = {"image_grid_thw": grids if pictures else None, "mm_token_type_ids": is_image.int()[None]}
+        positions = self.skeleton.get_rope_index(ids[None], **kinds)[0][:, 0]
+        return Prompt(row["answer"], ids, sampler_ids, positions, vision, is_image.nonzero()[:, 0])
+
+
+def load_encoder(settings: Settings) -> Encoder:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(settings.model)
+    sizes = {"min_pixels": settings.min_pixels, "max_pixels": settings.max_pixels}
+    images = transformers.Qwen2VLImageProcessorPil.from_pretrained(settings.model, **sizes)
+    config = transformers.AutoConfig.from_pretrained(settings.model)
+    if config.model_type != "qwen2_5_vl":
+        sys.exit(f"error: {settings.model} is {config.model_type}; this file trains Qwen2.5-VL, grpo.py the others")
+    with torch.device("meta"):
+        skeleton = transformers.AutoModel.from_config(config)
+    return Encoder(pathlib.Path(settings.data).parent, tokenizer, images, skeleton, config.image_token_id)
+
+
+# --- packing: a prompt and its completions in one sequence ------------------------------------------------------------
+
+
+@dataclass
+class Completion:
+    """What the sampler has written for a prompt, and what the loss needs for it."""
+
+    ids: Tensor  # (L,) with the end token
+    sampler_logp: Tensor  # (L,)
+    finished: bool = True  # false: cut off at `max_tokens`
+    advantage: float = 0.0
+    weight: float = 0.0  # of each of its tokens in the loss
+    old_logp: Tensor | None = None  # (L,) of the policy before the first update
+    ref_logp: Tensor | None = None  # (L,) of the initial model
+
+
+Group = tuple[Prompt, list[Completion]]
+
+
+@dataclass
+class Packed:
+    """Several groups as one sequence: prompt, prompt', …, c1, …, cG, c1', …"""
+
+    ids: Tensor  # (1, T)
+    positions: Tensor  # (3, 1, T); completions go on after the largest position of their prompt
+    keys: Tensor  # (K,) the token behind each key: a completion's are its prompt's and its own
+    queries: Tensor  # (segments + 1,) where each prompt and completion begins, int32
+    ends: Tensor  # (segments + 1,) where its keys begin, int32
+    longest: tuple[int, int]  # most queries, most keys
+    predict_from: Tensor  # (C,) the token whose hidden state predicts each completion token
+    targets: Tensor  # (C,)
+    image_tokens: Tensor  # their places in the sequence
+    features: Tensor | None  # (image tokens, D)
+
+    def to(self, device: torch.device) -> "Packed":
+        """Return it on `device`, without a wait of the host."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        if device.type == "cuda":
+            tensors = {name: value if value.is_cuda else value.pin_memory() for name, value in tensors.items()}
+        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
+
+
+def starts(lengths: list[int]) -> Tensor:
+    return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+
+
+def pack(groups: list[Group]) -> Packed:
+    """Pack groups. A completion's first token is predicted by its prompt's last one."""
+    prompts = [prompt for prompt, _ in groups]
+    done = [(i, each) for i, (_, completions) in enumerate(groups) for each in completions]
+    q_lens = [len(prompt.ids) for prompt in prompts] + [len(each.ids) for _, each in done]
+    places = torch.arange(sum(q_lens)).split(q_lens)
+    keys, positions, predict_from = [*places[: len(prompts)]], [prompt.positions for prompt in prompts], []
+    for (i, each), own in zip(done, places[len(prompts) :]):
+        keys += [places[i], own]
+        predict_from.append(torch.cat([places[i][-1:], own[:-1]]))
+        positions.append((prompts[i].positions.max() + 1 + torch.arange(len(each.ids))).expand(3, -1))
+    k_lens = [len(prompt.ids) for prompt in prompts] + [len(prompts[i].ids) + len(each.ids) for i, each in done]
+    pictured = [(own, prompt) for own, prompt in zip(places, prompts) if prompt.features is not None]
+    image_tokens = [own[prompt.image_places] for own, prompt in pictured]
+    return Packed(
+        torch.cat([*(prompt.ids for prompt in prompts), *(each.ids for _, each in done)])[None],
+        torch.cat(positions, dim=1)[:, None],
+        torch.cat(keys),
+        starts(q_lens),
+        starts(k_lens),
+        (max(q_lens), max(k_lens)),
+        torch.cat(predict_from),
+        torch.cat([each.ids for _, each in done]),
+        torch.cat(image_tokens) if pictured else torch.empty(0, dtype=torch.long),
+        torch.cat([prompt.features for _, prompt in pictured]) if pictured else None,
+    )
+
+
+def micro_batches(groups: list[Group], budget: int) -> list[list[Group]]:
+    """Cut groups into lists of at most `budget` tokens. Where a group is cut, its prompt is repeated."""
+    parts: list[list[Group]] = []
+    free: list[int] = []
+    for prompt, completions in sorted(groups, key=lambda group: -sum(len(each.ids) for each in group[1])):
+        rest = list(completions)
+        while rest:
+            first = len(prompt.ids) + len(rest[0].ids)
+            place = next((i for i, tokens in enumerate(free) if first <= tokens), None)
+            if place is None:
+                parts.append([])
+                free.append(max(budget, first))
+                place = len(free) - 1
+            free[place] -= len(prompt.ids)
+            taken = []
+            while rest and len(rest[0].ids) <= free[place]:
+                free[place] -= len(rest[0].ids)
+                taken.append(rest.pop(0))
+            parts[place].append((prompt, taken))
+    return parts
+
+
+# --- attention and log-probabilities ----------------------------------------------------------------------------------
+
+
+def prefix_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None = None,
+    packed: Packed | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention (1, T, H, E) of (1, H, T, E), as transformers calls it: the decoder with `packed`, not the tower."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, E)
+    scale = options.get("scaling")
+    if packed is None:  # windows of the tower, in which all patches see each other
+        windows = options["cu_seq_lens_q"]
+        longest = int(windows.diff().max())
+        return attend((q, k, v), (windows, windows), (longest, longest), scale, causal=False)[None], None
+    k, v = k[packed.keys], v[packed.keys]  # (K, H, E)
+    return attend((q, k, v), (packed.queries, packed.ends), packed.longest, scale, causal=True)[None], None
+
+
+def attend(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    begins: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scale: float | None,
+    causal: bool,
+) -> Tensor:
+    """Attention of each segment's queries to its keys, (T, H, E): one kernel on a GPU, a loop on a CPU."""
+    if qkv[0].is_cuda:
+        from torch.nn.attention.varlen import varlen_attn
+
+        return varlen_attn(*qkv, *begins, *longest, scale=scale, window_size=(-1, 0 if causal else -1))
+    q_lens, k_lens = (each.diff().tolist() for each in begins)
+    out = []
+    for q, k, v in zip(qkv[0].split(q_lens), qkv[1].split(k_lens), qkv[2].split(k_lens)):
+        # aligned at the end: the last query sees the last key
+        seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q)) if causal else None
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out.append(F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+class TokenLogp(torch.autograd.Function):
+    """Log-probabilities (C,) of targets (C,), from hidden states (C, D) and the head's weight (V, D).
+
+    The derivative of log p(target) by the logits is one_hot(target) − p: it is kept in the dtype of the hidden states,
+    and the logits of a few tokens are in memory at a time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        logp = torch.empty(len(hidden), device=hidden.device)
+        slopes = torch.empty(len(hidden), len(weight), dtype=hidden.dtype, device=hidden.device)
+        for rows in torch.arange(len(hidden), device=hidden.device).split(LOGIT_ROWS):
+            if hidden.is_cuda:
+                logits = torch.mm(hidden[rows], weight.T, out_dtype=torch.float32) / temperature
+            else:
+                logits = (hidden[rows] @ weight.T).float() / temperature
+            every = logits.log_softmax(-1)
+            logp[rows] = every.gather(-1, targets[rows, None])[:, 0]
+            slope = -every.exp()
+            slope.scatter_add_(-1, targets[rows, None], torch.ones_like(slope[:, :1]))
+            slopes[rows] = (slope / temperature).to(hidden.dtype)
+        ctx.save_for_backward(hidden, weight, slopes)
+        return logp
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, slopes = ctx.saved_tensors
+        scale = grad[:, None].to(hidden.dtype)
+        return slopes @ weight * scale, slopes.T @ (hidden * scale), None, None
+
+
+class Policy(nn.Module):
+    """The model as one call: groups in, the log-probabilities (C,) of their completion tokens out."""
+
+    def __init__(self, model: transformers.PreTrainedModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, groups: list[Group], temperature: float) -> Tensor:
+        packed = pack(groups).to(self.model.model.visual.device)
+        decoder = self.model.model.language_model
+        embedded = decoder.embed_tokens(packed.ids)  # (1, T, D)
+        if packed.features is not None:
+            first = torch.zeros_like(packed.image_tokens)
+            embedded = embedded.index_put((first, packed.image_tokens), packed.features.to(embedded.dtype))
+        no_mask = dict.fromkeys(("full_attention", "sliding_attention"))
+        hidden = decoder(
+            inputs_embeds=embedded,
+            position_ids=packed.positions,
+            attention_mask=no_mask,
+            packed=packed,
+            use_cache=False,
+        ).last_hidden_state[0]
+        return TokenLogp.apply(hidden[packed.predict_from], self.model.lm_head.weight, packed.targets, temperature)
+
+
+def load_policy(settings: Settings, device: torch.device) -> Policy:
+    """Load the model in float32, with a frozen tower, and prepare it for packed sequences."""
+    model = transformers.AutoModelForImageTextToText.from_pretrained(settings.model, dtype=torch.float32)
+    model.model.visual.requires_grad_(False).to(device, COMPUTE[device.type])
+    # A name with "flash" lets the tower attend to all windows in one call; the decoder's must not have it.
+    for name in ("prefix", "flash_prefix"):
+        transformers.AttentionInterface.register(name, prefix_attention)
+    for config in (model.config, model.model.language_model.config):
+        config._attn_implementation_internal = "prefix"
+    model.model.visual.config._attn_implementation_internal = "flash_prefix"
+    in_float32(model.model.language_model)
+    if settings.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if device.type == "cuda":
+        for layer in model.model.language_model.layers:
+            layer.forward = torch.compile(layer.forward, dynamic=True)  # FSDP's hooks stay outside
+    return Policy(model.train())
+
+
+def in_float32(decoder: nn.Module) -> None:
+    """Keep the sum that runs through the layers in float32, and the products in the weights' dtype."""
+    decoder.embed_tokens.register_forward_hook(lambda _, __, out: out.float())
+    for module in decoder.modules():
+        if "RMSNorm" in type(module).__name__:
+            module.register_forward_hook(lambda norm, _, out: out.to(norm.weight.dtype))
+    decoder.rotary_emb.register_forward_hook(lambda *given: tuple(x.to(decoder.norm.weight.dtype) for x in given[2]))
+
+
+COMPUTE = {"cuda": torch.bfloat16, "cpu": torch.float32}
+
+
+def shard(policy: Policy, device: torch.device) -> Policy:
+    """Cut the float32 weights over all processes; each layer is gathered in bfloat16 when it runs."""
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    precision = MixedPrecisionPolicy(COMPUTE[device.type], reduce_dtype=torch.float32, cast_forward_inputs=False)
+    tower = set(policy.model.model.visual.parameters())
+    for layer in policy.model.model.language_model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    return fully_shard(policy, mesh=mesh, mp_policy=precision, ignored_params=tower)
+
+
+@torch.no_grad()
+def see(policy: Policy, prompts: list[Prompt]) -> None:
+    """Let the frozen tower look at the pictures of `prompts`, once for the sampler and all updates."""
+    tower, pictured = policy.model.model.visual, [prompt for prompt in prompts if prompt.vision]
+    for some in (pictured[i : i + 16] for i in range(0, len(pictured), 16)):
+        pixels = torch.cat([prompt.vision["pixel_values"] for prompt in some]).to(tower.device, tower.dtype)
+        grids = torch.cat([prompt.vision["image_grid_thw"] for prompt in some])
+        out = policy.model.model.get_image_features(pixels, grids.to(tower.device)).pooler_output
+        features = torch.cat([*out]) if isinstance(out, (tuple, list)) else out
+        for prompt, own in zip(some, features.split([len(prompt.image_places) for prompt in some])):
+            prompt.features = own
+
+
+# --- the sampler ------------------------------------------------------------------------------------------------------
+
+
+class Sampler:
+    """vLLM in this process."""
+
+    def __init__(self, settings: Settings, encoder: Encoder, most_images: int):
+        import vllm
+
+        self.settings, self.encoder, self.vllm = settings, encoder, vllm
+        prompt_tokens = settings.max_pixels // 28**2 * max(most_images, 1) + 1024
+        self.llm = vllm.LLM(
+            settings.model,
+            dtype="bfloat16" if torch.cuda.is_available() else "float32",
+            seed=0,
+            max_model_len=prompt_tokens + settings.max_tokens,
+            max_num_seqs=256,
+            gpu_memory_utilization=settings.gpu_memory,
+            distributed_executor_backend="external_launcher",  # torchrun has started the processes
+            enable_sleep_mode=torch.cuda.is_available(),
+            limit_mm_per_prompt={"image": most_images, "video": 0},
+            enable_mm_embeds=True,
+            logprobs_mode="processed_logprobs",  # after temperature
+        )
+        generation = self.llm.model_config.try_get_generation_config().get("eos_token_id", [])
+        ends = generation if isinstance(generation, list) else [generation]
+        self.ends = sorted({encoder.tokenizer.eos_token_id, *ends})
+
+    def sleep(self) -> None:
+        """Give the memory of the weights and of the KV cache back until the next `sync`."""
+        if torch.cuda.is_available():
+            self.llm.sleep(level=2)
+
+    @torch.no_grad()
+    def sync(self, policy: Policy) -> None:
+        """Hand over the weights one by one, so that no process holds the whole model twice."""
+
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            for name, weight in policy.model.named_parameters():
+                full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+                yield name, full.to(self.llm.model_config.dtype)
+
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            self.llm.wake_up(tags=["weights"])
+        self.llm.apply_model(lambda model: model.load_weights(weights()))
+        if torch.cuda.is_available():
+            self.llm.wake_up(tags=["kv_cache"])
+        self.llm.reset_prefix_cache()  # it was computed with the old weights
+
+    def __call__(self, prompts: list[Prompt], step: int) -> list[list[Completion]]:
+        """Sample G completions of each prompt."""
+        settings = self.settings
+        requests: list[Any] = []
+        params: list[Any] = []
+        for i, prompt in enumerate(prompts):
+            request: dict[str, Any] = {"prompt_token_ids": prompt.sampler_ids}
+            if prompt.features is not None:
+                picture = {"image_embeds": prompt.features, "image_grid_thw": prompt.vision["image_grid_thw"]}
+                request["multi_modal_data"] = {"image": picture}
+            requests.append(request)
+            seed = hash((settings.seed, step, dist.get_rank(), i)) % 2**31
+            params.append(
+                self.vllm.SamplingParams(
+                    n=settings.group,
+                    seed=seed,
+                    temperature=settings.temperature,
+                    max_tokens=settings.max_tokens,
+                    stop_token_ids=self.ends,
+                    ignore_eos=True,  # the ends are listed
+                    logprobs=0,
+                    detokenize=False,
+                )
+            )
+        outputs = self.llm.generate(requests, params, use_tqdm=False)
+        return [[self.completion(each) for each in output.outputs] for output in outputs]
+
+    def completion(self, output: Any) -> Completion:
+        """Return one of vLLM's outputs."""
+        logp = [step[token].logprob for step, token in zip(output.logprobs, output.token_ids)]
+        return Completion(torch.tensor(output.token_ids), torch.tensor(logp), output.finish_reason == "stop")
+
+
+# --- the algorithm ----------------------------------------------------------------------------------------------------
+
+
+def advantages_of(rewards: Tensor) -> Tensor:
+    """Return the advantages (P, G) of rewards (P, G): how much better than its group, in standard deviations."""
+    spread = rewards.std(dim=1, keepdim=True)
+    varied = rewards.amax(dim=1, keepdim=True) - rewards.amin(dim=1, keepdim=True) > 1e-6  # else exactly 0
+    return (rewards - rewards.mean(dim=1, keepdim=True)) / (spread + 1e-6) * varied
+
+
+def loss_of(logp: Tensor, part: list[Group], settings: Settings) -> Tensor:
+    """Return the loss of a micro-batch, from the log-probabilities (C,) of its completion tokens.
+
+    Σ w · (β · KL − importance · min(r A, clip(r, 1 ± ε) A)), with r = π / π_old, importance = π_old / π_sampler, and
+    the k3 estimate of the KL divergence (DeepSeekMath, arXiv:2402.03300).
+    """
+    done = [each for _, completions in part for each in completions]
+
+    def tokens(values: list[Tensor]) -> Tensor:
+        return torch.cat(values).to(logp.device)
+
+    advantage = tokens([torch.full((len(each.ids),), each.advantage) for each in done])
+    weight = tokens([torch.full((len(each.ids),), each.weight) for each in done])
+    old = logp.detach() if done[0].old_logp is None else tokens([each.old_logp for each in done])
+    ratio = (logp - old).exp()  # 1 at the first update, but its gradient is that of log π
+    objective = torch.minimum(ratio * advantage, ratio.clamp(1 - settings.clip, 1 + settings.clip) * advantage)
+    if settings.importance_cap:
+        objective *= (old - tokens([each.sampler_logp for each in done])).exp().clamp(max=settings.importance_cap)
+    if not settings.beta:
+        return -(weight * objective).sum()
+    log_ratio = tokens([torch.zeros(len(each.ids)) if each.ref_logp is None else each.ref_logp for each in done]) - logp
+    return (weight * (settings.beta * (log_ratio.exp() - log_ratio - 1) - objective)).sum()
+
+
+@torch.no_grad()
+def record_logp(policy: Policy, parts: list[list[Group]], settings: Settings, name: str) -> None:
+    """Set `old_logp` or `ref_logp` of all completions to their log-probabilities under `policy`."""
+    for part in parts:
+        done = [each for _, completions in part for each in completions]
+        logp = policy(part, settings.temperature)
+        for each, own in zip(done, logp.split([len(each.ids) for each in done])):
+            setattr(each, name, own)
+
+
+@dataclass
+class Run:
+    """What a step works with."""
+
+    settings: Settings
+    encoder: Encoder
+    policy: Policy
+    reference: Policy | None  # the initial model, with a KL term
+    optimizer: torch.optim.Optimizer
+    sampler: "Sampler | None" = None
+
+
+def update(run: Run, groups: list[Group]) -> dict[str, float]:
+    """Take the optimizer steps of one step on this process's groups, whose completions have their advantages."""
+    settings, done = run.settings, [each for _, completions in groups for each in completions]
+    (count,) = over_processes([len(done)])
+    for each in done:
+        each.weight = 1 / (count * len(each.ids))  # the mean over completions of the mean over tokens
+    kept = [(prompt, [each for each in some if each.advantage or settings.beta]) for prompt, some in groups]
+    parts = micro_batches([group for group in kept if group[1]], settings.micro_batch_tokens)
+    (most,) = over_processes([len(parts)], dist.ReduceOp.MAX)
+    idle = groups[0][0], [Completion(torch.zeros(2).long(), torch.zeros(2))]  # its weight is 0
+    parts += [[idle]] * (int(most) - len(parts))  # all processes take part in the same collectives
+    if run.reference is not None:
+        record_logp(run.reference, parts, settings, "ref_logp")
+    if settings.updates > 1:
+        record_logp(run.policy, parts, settings, "old_logp")
+    trained = run.optimizer.param_groups[0]["params"]
+    mismatch: list[Tensor] = []
+    for i in range(settings.updates):
+        for j, part in enumerate(parts):
+            run.policy.set_requires_gradient_sync(j + 1 == len(parts))  # gradients are summed over processes once
+            logp = run.policy(part, settings.temperature)
+            (loss_of(logp, part, settings) * dist.get_world_size()).backward()  # FSDP takes the mean
+            sampled = torch.cat([each.sampler_logp for _, some in part for each in some]).to(logp.device)
+            if i == 0 and part != [idle]:
+                mismatch.append((logp.detach() - sampled).abs())
+        norm: Any = nn.utils.clip_grad_norm_(trained, 1.0)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    differences = torch.cat([*mismatch, torch.zeros(0, device=norm.device)])
+    total, tokens = over_processes([differences.sum().item(), len(differences)])
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return {"grad_norm": norm.item(), "mismatch": total / max(tokens, 1)}
+
+
+def over_processes(values: list[float], how: Any = dist.ReduceOp.SUM) -> list[float]:
+    """Return the sum, or the largest, of each value over all processes."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, how)
+    return tensor.tolist()
+
+
+class Clock:
+    """Seconds since the last part of a step ended."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = {}
+        self.last = time.perf_counter()
+
+    def __call__(self, part: str) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.parts[f"seconds/{part}"], self.last = now - self.last, now
+
+
+def step(run: Run, number: int, rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Take one step on this process's rows and return its metrics."""
+    clock, tokenizer = Clock(), run.encoder.tokenizer
+    with ThreadPoolExecutor(4) as pool:
+        prompts = list(pool.map(run.encoder, rows))
+    see(run.policy, prompts)
+    clock("prompts")
+    run.sampler.sync(run.policy)  # π_old ← π_θ
+    clock("sync")
+    completions = run.sampler(prompts, number)
+    run.sampler.sleep()
+    clock("rollout")
+    texts = [[tokenizer.decode(each.ids, skip_special_tokens=True) for each in some] for some in completions]
+    rewards = torch.tensor([[reward(text, p.answer) for text in some] for some, p in zip(texts, prompts)])
+    for some, row in zip(completions, advantages_of(rewards).tolist()):
+        for each, advantage in zip(some, row):
+            each.advantage = advantage
+    clock("reward")
+    metrics = update(run, list(zip(prompts, completions)))
+    clock("train")
+    lengths = [len(each.ids) for some in completions for each in some]
+    sums = over_processes([rewards.sum().item(), sum(lengths), len(lengths)])
+    means = {"reward": sums[0] / sums[2], "length": sums[1] / sums[2]}
+    gib = torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
+    return {"step": number, **means, **metrics, "gib": gib, **clock.parts}
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def rows_of_step(rows: list[dict[str, Any]], number: int, settings: Settings) -> list[dict[str, Any]]:
+    """Return this process's rows of a step, of an endless stream that is shuffled anew in each epoch."""
+    chosen = []
+    for position in range(number * settings.prompts, (number + 1) * settings.prompts):
+        epoch, index = divmod(position, len(rows))
+        chosen.append(rows[np.random.default_rng([settings.seed, epoch]).permutation(len(rows))[index]])
+    return chosen[dist.get_rank() :: dist.get_world_size()]
+
+
+def save(run: Run, number: int) -> None:
+    """Save the state after `number` steps; it gets its name last, when it is whole."""
+    folder = pathlib.Path(run.settings.output)
+    model, moments = get_state_dict(run.policy, run.optimizer)
+    dcp.save({"model": model, "optimizer": moments}, checkpoint_id=folder / "writing")
+    if dist.get_rank() == 0:
+        (folder / "writing").rename(folder / f"checkpoint-{number}")
+    dist.barrier()
+
+
+def resume(run: Run) -> int:
+    """Load the newest checkpoint of the run; return how many steps it has."""
+    checkpoints = list(pathlib.Path(run.settings.output).glob("checkpoint-*"))
+    if not checkpoints:
+        return 0
+    number, newest = max((int(path.name.rpartition("-")[2]), path) for path in checkpoints)
+    model, moments = get_state_dict(run.policy, run.optimizer)
+    dcp.load({"model": model, "optimizer": moments}, checkpoint_id=newest)
+    set_state_dict(run.policy, run.optimizer, model_state_dict=model, optim_state_dict=moments)
+    return number
+
+
+@torch.no_grad()
+def export(run: Run) -> None:
+    """Write the trained model as on the hub, in bfloat16."""
+    folder, state = pathlib.Path(run.settings.output) / "final", {}
+    for name, weight in run.policy.model.named_parameters():
+        full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        if dist.get_rank() == 0:
+            state[name] = full.to("cpu", torch.bfloat16)
+    if dist.get_rank() == 0:
+        for part in (run.policy.model.config, run.encoder.tokenizer, run.encoder.images):
+            part.save_pretrained(folder)
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def read_rows(settings: Settings) -> list[dict[str, Any]]:
+    """Return the rows; end with one line if there are none, or if the settings do not fit."""
+    file = pathlib.Path(settings.data)
+    if not file.is_file():
+        sys.exit(f"error: {file} does not exist: give --data rows.jsonl")
+    if settings.prompts % dist.get_world_size() or settings.group < 2:
+        sys.exit("error: --prompts must be a multiple of the number of processes, and --group at least 2")
+    return [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+
+
+def prepare(settings: Settings, device: torch.device) -> Run:
+    """Load the model, once for the policy and, with a KL term, once as it is now."""
+    encoder = load_encoder(settings)
+    policy = shard(load_policy(settings, device), device)
+    reference = shard(load_policy(settings, device), device).requires_grad_(False) if settings.beta else None
+    # Before any forward pass: after one without gradients, FSDP shows gathered weights, which no step would reach.
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, settings.learning_rate, weight_decay=0.0, fused=device.type == "cuda")
+    return Run(settings, encoder, policy, reference, optimizer)
+
+
+def train(settings: Settings, device: torch.device) -> None:
+    rows = read_rows(settings)
+    pathlib.Path(settings.output).mkdir(parents=True, exist_ok=True)
+    run = prepare(settings, device)
+    begun = resume(run)
+    run.sampler = Sampler(settings, run.encoder, max(len(row.get("images", [])) for row in rows))
+    run.sampler.sleep()
+    is_main = dist.get_rank() == 0
+    for number in tqdm(range(begun, settings.steps), initial=begun, total=settings.steps, disable=not is_main):
+        metrics = step(run, number + 1, rows_of_step(rows, number, settings))
+        if is_main:
+            with open(f"{settings.output}/metrics.jsonl", "a") as log:
+                log.write(json.dumps(metrics) + "\n")
+            tqdm.write(" ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+        if (number + 1) % settings.save_every == 0 or number + 1 == settings.steps:
+            save(run, number + 1)
+    export(run)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for each in fields(Settings):
+        kind: Any = (lambda text: text == "True") if isinstance(each.default, bool) else type(each.default)
+        parser.add_argument(f"--{each.name}", type=kind, default=each.default)
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+    os.environ |= alone | os.environ  # without torchrun: one process
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo")
+    train(Settings(**vars(parser.parse_args())), device)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
