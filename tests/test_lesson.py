@@ -4,6 +4,7 @@ import ast
 import copy
 import csv
 import dataclasses
+import importlib
 import json
 import pathlib
 import re
@@ -123,6 +124,12 @@ def test_an_exercise_is_right_when_solved_and_not_before(number):
     assert "write `" in check.check(number)
 
 
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_an_exercise_on_tensors_has_torch(number):
+    """Without the import, `torch.minimum` in the obvious answer ended in a NameError."""
+    assert importlib.import_module(f"lesson.exercises.{check.CHECKS[number][0]}").torch is torch
+
+
 # A mistake that a reader may make, in place of a piece of the solution: each check has to find it.
 MISTAKES = [
     (1, "<= 1e-6", "== 0"),
@@ -223,6 +230,9 @@ def test_pages_name_their_exercise_and_link_to_files_that_exist():
         assert f"# {number}. " in text and f"python -m lesson.check {number}\n" in text
         assert f"(exercises/{name}.py)" in text and f"(solutions/{name}.py)" in text and "](figures/" in text
         assert len(text.split()) < 900, "a page takes ten minutes"
+        questions, answers = text.partition("## With a pencil\n")[2].partition("</details>")[0].split("<details>")
+        items = [re.findall(r"^(\d)\. ", each, re.MULTILINE) for each in (questions, answers)]
+        assert items == [[str(i + 1) for i in range(len(items[0]))]] * 2, f"{page.name}: each item begins a line"
     for page in [*pages, LESSON / "README.md"]:
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
             assert (LESSON / target).exists(), f"{page.name} links to {target}, which does not exist"

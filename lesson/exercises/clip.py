@@ -1,9 +1,16 @@
 """Exercise 2: the loss of a token. To check it: python -m lesson.check 2"""
 
-from torch import Tensor
+import torch
 
 
-def token_loss(logp: Tensor, old_logp: Tensor, ref_logp: Tensor, advantage: Tensor, clip: float, beta: float) -> Tensor:
+def token_loss(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor,
+    ref_logp: torch.Tensor,
+    advantage: torch.Tensor,
+    clip: float,
+    beta: float,
+) -> torch.Tensor:
     """Return each token's loss (C,), from log-probabilities and advantages (C,).
 
     It is β · KL − objective. The objective is the smaller of ratio · A and clipped ratio · A, where the ratio is

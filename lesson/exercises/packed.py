@@ -1,6 +1,6 @@
 """Exercise 3: the layout of a packed group. To check it: python -m lesson.check 3"""
 
-from torch import Tensor
+import torch
 
 
 def positions(prompt: int, lengths: list[int]) -> list[int]:
@@ -8,6 +8,6 @@ def positions(prompt: int, lengths: list[int]) -> list[int]:
     raise NotImplementedError("write `positions` in lesson/exercises/packed.py")
 
 
-def attends(prompt: int, lengths: list[int]) -> Tensor:
+def attends(prompt: int, lengths: list[int]) -> torch.Tensor:
     """Return whether the packed token of a row attends to that of a column, as (T, T) booleans."""
     raise NotImplementedError("write `attends` in lesson/exercises/packed.py")
