@@ -1,7 +1,7 @@
 """GRPO for a vision-language model in one file: a tiny Qwen2.5-VL unlearns a mistake in counting.
 
     python -m apps.demo.tiny --task count        # once: writes the model and the drawings to runs/tiny/count-0
-    python lesson/grpo_in_one_file.py            # learns from them; --help lists the settings
+    python lesson/grpo_in_one_file.py            # learns from them; --help explains the settings
 
 Read from the bottom: `train` is the algorithm, `step` one step of it, `grpo_loss` its formula. Comments give the line
 numbers of Algorithm 1 of DeepSeekMath (arXiv:2402.03300). What the full code adds, and where:
@@ -37,24 +37,21 @@ class Settings:
     data: str = "runs/tiny/count-0"  # the folder that apps/demo/tiny.py has written
     output: str = "runs/lesson/plain.jsonl"  # one line of metrics per step
     seed: int = 0  # of the order of the rows and of sampling
-    steps: int = 30
+    steps: int = 30  # of Algorithm 1: sample, score, update
     prompts: int = 16  # P, per step
     group: int = 8  # G, completions per prompt
     max_tokens: int = 64  # per completion
-    learning_rate: float = 1e-4
+    learning_rate: float = 1e-4  # of AdamW, constant
     clip: float = 0.2  # ε: ratios outside 1 ± ε earn nothing more
     iterations: int = 1  # μ, updates per step
     beta: float = 0.0  # weight of the KL divergence from the initial model
     importance_cap: float = 2.0  # bound of the importance weight π_old / π_sampler; 0: no importance weight
     sync_every: int = 1  # steps between two syncs of the sampler with the policy
-    advantage: Literal["group", "no_std", "no_mean"] = "group"  # not divided by σ; nor relative to the group's mean
-    normaliser: Literal["sequence", "token", "sum"] = "sequence"  # the loss: a mean over what, or no mean
+    advantage: Literal["group", "no_std", "no_mean"] = "group"  # no_std: not divided by σ; no_mean: the reward itself
+    normaliser: Literal["sequence", "token", "sum"] = "sequence"  # the loss: a mean over sequences or tokens, or a sum
     picture: Literal["shown", "blank"] = "shown"  # blank: a grey picture in place of each drawing
     eval_every: int = 5  # steps between evaluations on the held-out drawings
-    eval_rows: int = 256  # how many of them
-
-
-# --- data -------------------------------------------------------------------------------------------------------------
+    eval_rows: int = 256  # held-out drawings in an evaluation
 
 
 @dataclass
@@ -242,8 +239,10 @@ def train(settings: Settings) -> list[dict]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    comments = dict(re.findall(r"^    (\w+): .*  # (.*)$", pathlib.Path(__file__).read_text(), re.MULTILINE))
     for f in fields(Settings):
-        parser.add_argument(f"--{f.name}", type=type(f.default), default=f.default, choices=get_args(f.type) or None)
+        kind = {"type": type(f.default), "default": f.default, "choices": get_args(f.type) or None}
+        parser.add_argument(f"--{f.name}", help=f"{comments[f.name]} (default: {f.default})", **kind)
     settings = Settings(**vars(parser.parse_args()))
     log, output = train(settings), pathlib.Path(settings.output)
     output.parent.mkdir(parents=True, exist_ok=True)

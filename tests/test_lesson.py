@@ -8,6 +8,7 @@ import importlib
 import json
 import pathlib
 import re
+import runpy
 import shutil
 import sys
 import types
@@ -204,6 +205,17 @@ def test_the_advantages_of_the_one_file_are_those_of_the_full_code(kind):
     want = grpo.group_advantages(scores, {"group": "group", "no_std": "none"}[kind])
     torch.testing.assert_close(one_file.group_advantages(scores, kind), want)
     assert not one_file.group_advantages(scores, kind)[0].any()
+
+
+def test_help_explains_each_setting(monkeypatch, capsys):
+    """It takes the comments of `Settings`; without them, it listed bare names."""
+    monkeypatch.setattr(sys, "argv", ["grpo_in_one_file.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(LESSON / "grpo_in_one_file.py"), run_name="__main__")
+    said = " ".join(capsys.readouterr().out.split())
+    for field in dataclasses.fields(one_file.Settings):
+        assert re.search(rf"--{field.name} \S+ \S.*? \(default: {re.escape(str(field.default))}\)", said), field.name
+    assert "--beta BETA weight of the KL divergence from the initial model (default: 0.0)" in said
 
 
 def test_a_mistake_ends_in_one_line(tmp_path):
