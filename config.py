@@ -283,10 +283,10 @@ class EngineFlags:
     trainer's own weights instead of a copy, in one process), or one added to `ENGINES` in rollout.py. auto: vllm if it
     is installed and there is a GPU, otherwise hf; in grpo.py, policy if the GPU has no memory for a copy."""
     vllm_memory: float = 0.0
-    """Fraction of the GPU's memory, or of `gpu_memory` if that is set, for vLLM's weights and KV cache during sampling.
-    0: up to 0.85 in evaluations; in training a quarter, or what the completions of a step need (without `gpu_memory`,
-    and at most 70% of what the waiting trainer leaves free). Training raises it if the weights need more. At other
-    times, the trainer uses this memory, unless `gpu_memory` is set."""
+    """Fraction of the GPU's memory, or of `gpu_memory`, for vLLM's weights and KV cache while it samples. At other
+    times, the trainer uses it, unless `gpu_memory` is set. Training raises the fraction if the weights need more.
+    0: in evaluations up to 0.85. In training 0.25 or, without `gpu_memory`, what the completions of a step need, up to
+    70% of what the waiting trainer leaves free."""
     gpu_memory: float = 0.0
     """Memory in GiB that the run, including the sampler, may use on each GPU; 0: all of the GPU's memory."""
     vllm_sequences: int = 256

@@ -46,7 +46,7 @@ from training.run import start
 def advantages_of(rewards: GroupRewards, reward_weights: dict[str, float], cfg: Config) -> Tensor:
     """Return the advantages of `rewards`, (P, G) or, of each token, (P, G, L); NaN leaves a completion out.
 
-    Dynamic sampling keeps the groups in which an advantage is neither 0 nor NaN.
+    With dynamic sampling, the collector also calls this, and keeps the groups in which one is neither 0 nor NaN.
     """
     advantage, length = ADVANTAGES[cfg.advantage], cfg.max_completion_length
     return spread_over_tokens(lambda part: advantage(part, reward_weights, cfg), rewards, length)
@@ -55,10 +55,10 @@ def advantages_of(rewards: GroupRewards, reward_weights: dict[str, float], cfg: 
 def group_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
     """Return the advantages (P, G) of `rewards` (P, G) relative to their group's mean (DeepSeekMath, section 4.1.2).
 
-    A NaN reward marks an unscored completion, which does not count towards any mean and gets an advantage of 0. `scale`
-    selects the divisor: the standard deviation of the group ("group"), the standard deviation of all rewards ("batch"),
-    or 1 ("none", as in Dr. GRPO, arXiv:2503.20783). Standard deviations have n − 1 in the denominator and get ε = 1e-6
-    added, as in verl. If the rewards of a group are equal (`is_varied`), its advantages are exactly 0.
+    A NaN reward marks an unscored completion, which does not count towards any mean. It gets an advantage of 0, and
+    `training_groups` leaves it out. `scale` selects the divisor: the standard deviation of the group ("group") or of
+    all rewards ("batch"), or 1 ("none", as in Dr. GRPO, arXiv:2503.20783). Standard deviations have n − 1 in the
+    denominator and get ε = 1e-6 added, as in verl. Equal rewards (`is_varied`) get advantages of exactly 0.
     """
     centred = rewards - rewards.nanmean(dim=1, keepdim=True)
     divisor = 1.0
@@ -236,10 +236,10 @@ def train_step(run: Run) -> dict[str, float]:
 def training_groups(cfg: Config, groups: list[ScoredGroup], advantages: Tensor) -> list[Group]:
     """Return those completions of an update on which its loss depends, with their advantages and token weights.
 
-    Unscored ones, and those with an advantage of NaN, neither train nor count. One whose advantages are all 0 counts in
-    the divisors of the weights, but trains only for a KL term, an entropy term or a teacher. A truncated one is trained
-    on like any other. With `mask_truncated`, its tokens are neither trained on nor counted; it counts as a sequence
-    (DAPO, arXiv:2503.14476, section 3.4).
+    Left out, as if they had not been sampled: unscored ones, and those with an advantage of NaN. One whose advantages
+    are all 0 counts in the divisors of the weights, but trains only for a KL term, an entropy term or a teacher. A
+    truncated one is trained on like any other or, with `mask_truncated`, not at all: then it still counts as a
+    sequence, but its tokens do not count (DAPO, arXiv:2503.14476, section 3.4).
     """
     everyone = [(group, *each) for group in groups for each in zip(group.rollouts, of_completions(group, advantages))]
     lengths = torch.tensor([0 if own.isnan().any() else len(rollout.ids) for _, rollout, own in everyone]).long()

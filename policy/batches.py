@@ -24,10 +24,10 @@ from policy.sharding import unsharded
 def order_for_packing(groups: Sequence[Group], budget: int) -> list[Group]:
     """Return `groups` in the order of few micro-batches of at most `budget` tokens, by first-fit decreasing.
 
-    The largest comes first, and each goes into the first micro-batch that it fits into. A group that fits into none is
-    cut where more than a quarter is free, and its prompt repeated: else, groups of a little more than half the budget
-    would leave half of every micro-batch empty. A group that opens one did not fit into the one before, so
-    `split_groups` makes the same cuts.
+    The largest comes first, and each goes into the first micro-batch that it fits into. If it fits into none, it is cut
+    to fill one of which more than a quarter is free, and its prompt is repeated. Without cuts, groups of a little more
+    than half the budget would leave half of every micro-batch empty. The first group of a micro-batch did not fit into
+    the one before, so `split_groups` makes the same cuts.
     """
     batches: dict[int, list[Group]] = defaultdict(list)
     free: dict[int, int] = defaultdict(lambda: budget)

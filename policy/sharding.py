@@ -96,7 +96,7 @@ def _state_to_send(policy: Policy) -> dict[str, Tensor]:
 
 
 def _place_replicated(policy: Policy, device: torch.device, dtype: torch.dtype) -> set[nn.Parameter]:
-    """Move buffers, and the weights that every process holds in full, to `device`; cast these to `dtype`; return them.
+    """Move all buffers to `device`, and the weights that every process holds in full; return these, cast to `dtype`.
 
     A frozen vision tower is replicated on every process, so that a batch without images needs no collective for the
     tower. A 4-bit model is replicated, too.

@@ -126,17 +126,17 @@ class Collector:
     def sample_round(self, policy: Policy, step: int) -> tuple[list[ScoredGroup], list[list[Rewards]]]:
         """Sample and score P prompts: this process's groups, and the rewards of all processes in prompt order."""
         self.policy = policy
-        drawn = self.draw(step)
+        drawn = self.draw(step)  # of all processes, like `chosen`
         local_indices = self.assign(drawn)
         self.position = max(self.position, drawn[-1].position + 1)
-        mine = [drawn[i] for i in local_indices]
+        my_drawn = [drawn[i] for i in local_indices]
         with self.clock("prompts"):
-            prompts = dict(zip((each.position for each in mine), self.stream.get(mine)))
+            prompts = dict(zip((each.position for each in my_drawn), self.stream.get(my_drawn)))
             cache_image_features(policy, list(prompts.values()), self.features)
         with self.clock("rollout"):
-            chosen = self.sample(drawn, local_indices, list(prompts.values()), step)
-        local = {index: each for index, each in enumerate(chosen) if each.position in prompts}
-        samples, rollouts = self.stream.rows(local.values()), [list(each.rollouts) for each in local.values()]
+            chosen = self.sample(drawn, local_indices, list(prompts.values()), step)  # those to train on
+        my_chosen = {index: each for index, each in enumerate(chosen) if each.position in prompts}
+        samples, rollouts = self.stream.rows(my_chosen.values()), [list(each.rollouts) for each in my_chosen.values()]
         if environment := self.stream.processor.environment:
             with self.clock("prompts"):
                 environment.add_features(policy, [rollout for group in rollouts for rollout in group])
@@ -145,9 +145,9 @@ class Collector:
         distributed.raise_first_error(error, StepFailed)
         groups = [
             ScoredGroup(sample, prompts[each.position], completions, scores, index)
-            for (index, each), sample, completions, scores in zip(local.items(), samples, rollouts, rewards)
+            for (index, each), sample, completions, scores in zip(my_chosen.items(), samples, rollouts, rewards)
         ]
-        all_rewards = self._gather(groups, [each.row for each in local.values()])
+        all_rewards = self._gather(groups, [each.row for each in my_chosen.values()])
         self.prefetch(step)
         signals.raise_if_interrupted(self.interrupted)
         return groups, all_rewards

@@ -81,7 +81,7 @@ class Batch:
             self.needs_block_at[-member.num_computed % self.block_size].append(index)
 
     def count_iteration(self) -> None:
-        """Count an iteration that has been scheduled. Drop members that are done from later ones."""
+        """Count an iteration that has been scheduled. Later ones leave out the members whose last token it samples."""
         self.scheduled += 1
         if self.scheduled in self.ending_at:
             self._set_active({name: m for name, m in self.active.items() if m.tokens_left > self.scheduled})

@@ -172,7 +172,7 @@ class Episode:
         before, failed_before = (trajectory.state, self.reward), trajectory.num_failed
         content = self._ask() if stopped else None
         self.is_truncated = not stopped or content is not None
-        # A sampler that takes images would take a sampled placeholder for one.
+        # If the model itself has sampled an image token, a sampler would look for a picture there.
         can_go_on = room > 0 and len(trajectory.turns) < 2 * self.episodes.environment.max_turns - 1
         if content is None or not can_go_on or trajectory.image_token in ids:
             return False
