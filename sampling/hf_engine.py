@@ -68,22 +68,22 @@ class HFEngine:
     ) -> list[Output]:
         """See `rollout.Engine.generate`.
 
-        What follows is sampled in rounds: the first turns of all completions, then all second ones. So the batches, and
-        with them the rounding, do not depend on how long `then` takes.
+        What follows is sampled in rounds: the first turns of all completions, then all second ones. So batches and
+        rounding do not depend on how long `then` takes. A request that has ended is over if nothing follows it.
         """
         outputs: dict[int, Output] = {}
-        waiting, ended, paused = dict(enumerate(requests)), set[int](), False
+        waiting, over, paused = dict(enumerate(requests)), set[int](), False
 
-        def is_enough(over: Set[int]) -> bool:
-            return should_stop is not None and should_stop(ended if then else ended | over)
+        def is_enough(ended: Set[int]) -> bool:
+            return should_stop is not None and should_stop(over if then else over | ended)
 
-        while waiting and not (paused := paused or is_enough(set())):
+        while waiting and not (paused := paused or is_enough(set())):  # asked before each round
             if then:
                 encode_images([*waiting.values()])
             sampled, paused = self._sample(waiting, sampling, is_enough if should_stop else None)
-            over = {i: output for i, output in sampled.items() if output.reason}
-            waiting = _followers(then, over) if then else {}
-            ended |= over.keys() - waiting.keys()
+            ended = {i: output for i, output in sampled.items() if output.reason}
+            waiting = _followers(then, ended) if then else {}
+            over |= ended.keys() - waiting.keys()
             outputs |= sampled | dict.fromkeys(waiting, NOTHING)
         while should_stop and not paused:  # other processes still sample
             paused = is_enough(set())
@@ -102,8 +102,8 @@ class HFEngine:
             while len(outputs) < len(requests) and not paused:
                 batch = list(requests)[len(outputs) : len(outputs) + self.max_sequences]
 
-                def pause(is_over: Tensor, before: Set[int] = outputs.keys(), batch: list[int] = batch) -> bool:
-                    return is_enough(before | {i for i, over in zip(batch, is_over.tolist()) if over})
+                def pause(has_ended: Tensor, before: Set[int] = outputs.keys(), batch: list[int] = batch) -> bool:
+                    return is_enough(before | {i for i, ended in zip(batch, has_ended.tolist()) if ended})
 
                 with contextlib.suppress(torch.OutOfMemoryError):
                     sampled, paused = self._decode([requests[i] for i in batch], sampling, is_enough and pause)
