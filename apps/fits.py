@@ -36,12 +36,12 @@ GIB_PER_GB = 0.99  # an H100 of 80 GB has 79.2 GiB, an H200 of 141 GB 139.8
 class Config(config.Config):
     """Print how a model can be trained on these GPUs, with the commands. Flags of grpo.py may be given, too."""
 
-    model: str = "3b"
-    """3b, 7b or 32b (a Qwen2.5-VL of this size), a folder, or a hub name, of which only config.json is read."""
     gpus: int = 1
     """Number of GPUs, all of one machine. For several machines, see docs/cluster.md."""
     memory: float = 80.0
     """Memory of each GPU in GB, as in its name."""
+    model: str = "3b"
+    """3b, 7b or 32b (a Qwen2.5-VL of this size), a folder, or a hub name, of which only config.json is read."""
     data: str = "train.jsonl"
     """Data set in the commands."""
 

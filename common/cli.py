@@ -23,19 +23,22 @@ BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EI
 
 
 def parse(config: type[T], arguments: list[str] | None = None) -> T:
-    """Parse `arguments`, or the command line, into `config`. An invalid flag ends the script with status 2; rank 0
-    prints why. So does an environment that no launcher of processes has made; see `check_launcher`.
-    """
+    """Parse `arguments`, or the command line, into `config`. An invalid flag, or an environment that no launcher of
+    processes has made (`check_launcher`), ends the script with status 2; rank 0 prints why."""
     try:
         check_launcher()
+        arguments = sys.argv[1:] if arguments is None else arguments
+        for i, argument in enumerate(arguments):  # --resume without a value means the newest checkpoint
+            if argument == "--resume" and (i + 1 == len(arguments) or arguments[i + 1].startswith("--")):
+                arguments[i] = "--resume=newest"
+        prints = console.is_main() and not {"-h", "--help"} & set(arguments)
+        return tyro.cli(config, args=arguments, use_underscores=True, console_outputs=prints)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    arguments = sys.argv[1:] if arguments is None else arguments
-    for i, argument in enumerate(arguments):  # --resume without a value means the newest checkpoint
-        if argument == "--resume" and (i + 1 == len(arguments) or arguments[i + 1].startswith("--")):
-            arguments[i] = "--resume=newest"
-    return tyro.cli(config, args=arguments, use_underscores=True, console_outputs=console.is_main())
+    except SystemExit as stopped:
+        importlib.import_module("common.usage").explain(config, arguments or [], stopped.code)
+        raise
 
 
 def check_launcher() -> None:

@@ -160,3 +160,9 @@ def test_ctrl_c_during_an_import_has_no_traceback():
     line = "import apps; raise KeyboardInterrupt"
     done = subprocess.run([sys.executable, "-c", line], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+def test_the_help_begins_with_the_gpus():
+    command = [sys.executable, "-m", "apps.fits", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert re.findall(r"^[│ ] --(\w+)", done.stdout, re.MULTILINE)[:3] == ["gpus", "memory", "model"]

@@ -6,7 +6,10 @@ import sys
 
 import pytest
 
-from common import cli, console
+import config
+import evaluate
+import sft
+from common import cli, console, usage
 
 
 @dataclasses.dataclass
@@ -37,6 +40,59 @@ def test_control_characters_are_not_printed(capsys):
 def test_arguments_of_a_script():
     flags = {"steps": 3, "fast": True, "slow": False, "reward": ["a", "b"]}
     assert cli.as_arguments(flags) == ["--steps=3", "--fast", "--no_slow", "--reward=a", "--reward=b"]
+
+
+def explained(script: type, capsys) -> dict[str, list[str]]:
+    """Return the flags in each section of `--help`."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.parse(script, ["--help"])
+    out, err = capsys.readouterr()
+    assert (stopped.value.code, err) == (0, "")
+    sections = re.split(r"^(?:╭─)? (\w+) options\b.*", out, flags=re.MULTILINE)[1:]
+    found = {
+        name: re.findall(r"^[│ ] --(\w+)", text, re.MULTILINE) for name, text in zip(sections[::2], sections[1::2])
+    }
+    assert "Peak learning rate of AdamW." in out or "Completions per row. (default: 1)" in out
+    return {name: flags for name, flags in found.items() if flags}
+
+
+@pytest.mark.parametrize("script", [config.Config, evaluate.Config, sft.Config])
+def test_every_flag_is_in_one_section(script, capsys):
+    shown = sorted(flag for flags in explained(script, capsys).values() for flag in flags)
+    assert shown == sorted(field.name for field in dataclasses.fields(script) if field.init)
+
+
+def test_most_runs_need_only_the_first_flags(capsys):
+    sections = explained(config.Config, capsys)
+    assert list(sections) == ["common", "grpo", "row", "data", "policy", "engine", "run", "parts"]
+    assert len(sections["common"]) == 10 and sections["common"][:3] == ["task", "model", "data"]
+
+
+@pytest.mark.parametrize(
+    ("given", "flags"),
+    [
+        ("--epsilon 0.2 --epsilon_high=0.3", ["clip_low", "clip_high"]),
+        ("--num-train-epochs=2 --model_name_or_path x", ["epochs", "model"]),
+        ("--lr 1e-6 --test_data x", ["learning_rate", "eval_data"]),
+        ("actor_rollout_ref.actor.optim.lr=1e-6 +data.train_files=x", ["learning_rate", "data"]),
+        ("--nonsense 1 --no_train_vision", []),
+        ("--max_steps x", []),
+    ],
+)
+def test_a_flag_of_another_library_is_named_as_it_is_here(given, flags, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.parse(config.Config, ["--data=x", *given.split()])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert re.findall(r"^error: \S+ is no flag here: give --(\w+); see docs/peers.md$", said, re.MULTILINE) == flags
+
+
+def test_the_names_of_other_libraries_are_those_of_the_document():
+    names = {field.name for field in dataclasses.fields(config.Config)}
+    assert len(usage.peers()) > 80
+    for theirs, ours in usage.peers():
+        assert ours.split()[0] in names, ours
+        assert theirs in names or usage.own_flag(f"--{theirs}", names)
 
 
 WORLD = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h"}

@@ -1,5 +1,7 @@
 """Flags and entries of plugins: what is wrong with one ends in one line, which says where and what to do."""
 
+import dataclasses
+import functools
 import re
 import sys
 from dataclasses import replace
@@ -20,6 +22,7 @@ from common.environments import ENVIRONMENTS, Environment
 from common.errors import UserError, check_call
 from common.records import Output, Prompt, Request, Rewards
 from common.spans import as_tensors
+from common.usage import sections_of
 from config import Config, EngineFlags, RewardFlags
 from data import load_processor
 from evaluation.scorer import Scorer
@@ -473,3 +476,14 @@ def test_flags_of_plain_types_are_taken(monkeypatch):
     assert cli.parse(flags, ["--data=x", "--c", "3", "4", "--d"]).c == (3.0, 4.0)
     monkeypatch.setattr(plugins, "_modules", {"own.py": own, "none.py": none})
     assert plugins.record()["plugin_flags"] == ["a", "b", "c", "d"]
+
+
+def test_the_flags_of_plugins_have_a_section_of_the_help():
+    more = dataclasses.make_dataclass("More", [("depth", int, 1)])
+    flags = dataclasses.make_dataclass("Flags", [("size", int, 1)])
+    config = functools.reduce(
+        with_flags, (SimpleNamespace(__file__="x.py", Flags=own) for own in (more, flags)), Config
+    )
+    sections = {title: [field.name for field in dataclasses.fields(each)] for title, each in sections_of(config)}
+    assert sections["plugin"] == ["size", "depth"]
+    assert list(sections) == ["common", "plugin", "grpo", "row", "data", "policy", "engine", "run", "parts"]

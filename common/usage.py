@@ -1,0 +1,89 @@
+"""What a script answers instead of its work: `--help` in sections, and what is wrong with the flags.
+
+`cli.parse` imports this file only then. A flag that TRL, verl or EasyR1 has under another name is looked up in the
+table of docs/peers.md.
+"""
+
+import dataclasses
+import keyword
+import pathlib
+import re
+import sys
+
+import tyro
+
+from common import console
+
+PEERS = pathlib.Path(__file__).parent.parent / "docs" / "peers.md"
+# The flags that most runs need, and those of what is in parts/. All others are in the sections of their classes.
+COMMON = ["task", "model", "data", "eval_fraction", "reward", "lora_rank", "learning_rate"]
+COMMON += ["max_completion_length", "max_steps", "output"]
+OF_PARTS = ["env", "max_turns", "oversample", "max_staleness", "overlong_buffer", "report_every", "log_to"]
+OF_PARTS += ["verifier_url", "verifier_model", "verifier_template", "verifier_timeout"]
+
+
+def explain(config: type, arguments: list[str], status: object) -> None:
+    """Print, on rank 0, `--help` of `config` if tyro has stopped with `status` 0, or else what to give for the flags
+    of other libraries."""
+    if not console.is_main():
+        return
+    if not status and {"-h", "--help"} & set(arguments):
+        sections = dataclasses.make_dataclass("Sections", sections_of(config))
+        sections.__doc__ = config.__doc__
+        tyro.cli(sections, args=["--help"], use_underscores=True, config=(tyro.conf.OmitArgPrefixes,))
+    names = {field.name for field in dataclasses.fields(config)}
+    for given in dict.fromkeys(argument.partition("=")[0] for argument in arguments if status):
+        if flag := own_flag(given, names):
+            print(f"error: {given} is no flag here: give --{flag}; see docs/peers.md", file=sys.stderr)
+
+
+def sections_of(config: type) -> list[tuple[str, type]]:
+    """Return the sections of `--help`: a script's own flags, the common ones, those of each class, those of parts."""
+    named = [("common", "The flags that most runs need.", COMMON)]
+    named += [
+        (title_of(each), each.__doc__ or "", list(vars(each).get("__annotations__", ())))
+        for each in reversed(config.__mro__)
+    ]
+    named += [("parts", "The flags of what is in parts/.", OF_PARTS)]
+    named.sort(key=lambda section: section[0] != "main")
+    left = {field.name: field for field in dataclasses.fields(config)}
+    found: dict[str, tuple[str, dict]] = {}
+    for title, text, names in named:
+        own = [name for name in names if name in left and (name not in OF_PARTS or title == "parts")]
+        if own:
+            found.setdefault(title, (text, {}))[1].update({name: left.pop(name) for name in own})
+    return [
+        (title, type(title, (config,), {"__doc__": text, "__dataclass_fields__": fields}))  # inherits the docstrings
+        for title, (text, fields) in found.items()
+    ]
+
+
+def title_of(flags: type) -> str:
+    """Return the title of the section with the flags that the class `flags` declares."""
+    if flags.__name__ == "Config":
+        return "main"
+    name = flags.__name__.removesuffix("Flags").lower()
+    return "plugin" if name in ("", flags.__name__.lower()) or keyword.iskeyword(name) else name
+
+
+def own_flag(given: str, names: set[str]) -> str | None:
+    """Return the one of the flags `names` that the argument `given` is called here, if another library has it."""
+    other = given.lstrip("-+").replace("-", "_")
+    is_flag = given.startswith("--") or re.fullmatch(r"[+\w]+\.[\w.]+", given)  # verl's: actor.optim.lr=1e-6
+    if not is_flag or other.removeprefix("no_") in names:
+        return None
+    fits = (flag for name, flag in peers() if f".{other}".endswith(f".{name}") or name.endswith(f".{other}"))
+    return next((flag for flag in fits if flag.split()[0] in names), None)
+
+
+def peers() -> list[tuple[str, str]]:
+    """Return each name in the first table of docs/peers.md, and ours."""
+    text = PEERS.read_text(encoding="utf-8") if PEERS.is_file() else ""
+    rows = [line.strip("| ").split(" | ") for line in text.partition("| here |")[2].partition("\n\n")[0].splitlines()]
+    found = []
+    for flags, *cells in rows[2:]:
+        own = re.findall(r"`--([^`]+)`", flags)
+        for cell in cells:
+            theirs = re.findall(r"`([\w.]+)`", re.sub(r"\([^)]*\)", "", cell))  # in parentheses are defaults
+            found += list(zip(theirs, own)) if len(own) > 1 else [(name, own[0]) for name in theirs]
+    return [*found, ("test_data", "eval_data")]
