@@ -25,7 +25,12 @@ def load_function(name: str) -> Callable:
     Raises OSError, SyntaxError, AttributeError, or anything that the file raises while it is imported.
     """
     file, _, function = name.rpartition(":")
-    return getattr(import_file(file), function)
+    module = import_file(file)
+    if not hasattr(module, function):
+        own = [key for key, each in vars(module).items() if getattr(each, "__module__", "") == module.__name__]
+        names = ", ".join(key for key in own if inspect.isfunction(getattr(module, key)))
+        raise AttributeError(f"{file} has no {function}, but {names or 'no function'}")
+    return getattr(module, function)
 
 
 def parameters(name: str) -> tuple[list[str], list[str], bool, bool]:

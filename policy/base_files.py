@@ -107,7 +107,7 @@ def reading(model: str, part: str) -> Iterator[None]:
                 "reached; `python -m apps.demo.tiny` builds a small model"
             ) from None
         if (Path(model) / "adapter_config.json").is_file():
-            raise UserError(f"{model!r} is an adapter: give its base as the model, and it as the adapter") from None
+            raise UserError(f"{model!r} is an adapter: give its base as --model, and it as --adapter") from None
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         advice = "give a complete folder in Hugging Face layout, with .safetensors or plain .bin files"
         raise UserError(f"cannot load a model from {model!r} ({part}: {reason[:240]}): {advice}") from None

@@ -8,7 +8,7 @@ import torch
 
 from common.errors import UserError
 from data import load_processor, load_samples
-from evaluate import Config, free_share
+from evaluate import Config, free_share, main
 from evaluation import held_out
 from evaluation.metrics import pass_at_k, summarise
 from evaluation.predictions import format_table, scores_by_answer
@@ -116,3 +116,10 @@ def test_vllm_gets_what_other_programs_leave(monkeypatch, free, flags, share):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free * 2**30), 2**30))
     cfg = Config(model="model", data="rows", **flags)
     assert free_share(cfg, torch.device("cuda")) == pytest.approx(share)
+
+
+def test_an_adapter_given_as_the_model_names_the_flag(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    cfg = Config(model=str(tmp_path), data="x.jsonl", output=f"{tmp_path}/out")
+    with pytest.raises(UserError, match=r"is an adapter: give its base as --model, and it as --adapter$"):
+        main(cfg)

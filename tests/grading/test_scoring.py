@@ -150,7 +150,7 @@ def test_a_task_of_ones_own_may_return_none(monkeypatch):
     ("flag", "message"),
     [
         ("user:unfit", r"must be a function of \(completion, answer"),
-        ("user:missing", "cannot be loaded .AttributeError"),
+        ("user:missing", r"cannot be loaded .AttributeError: .*user.py has no missing, but brief, [\w, ]+\)$"),
         ("/nowhere/x.py:f", "cannot be loaded .FileNotFoundError: .*/nowhere/x.py"),
         ("lenght=0.5", "give file.py:function or one of count, vqa, math, format"),
         ("user:brief=heavy", "the weight must be a finite number"),
