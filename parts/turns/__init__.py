@@ -2,7 +2,8 @@
 
 Imports everything up to `training`. `data.processor_for` asks for it. Start reading at `environment.py`, whose
 `RunEnvironment` a run then calls; `episodes.py` has the episodes, `replies.py` what they see as tokens, `worker.py`
-what runs in the workers, `metrics.py` what is measured, and `parked.py` those that wait for a later step.
+what runs in the workers, `metrics.py` what is measured, and `parked.py` those that wait for a later step, and
+`trial.py` tries an environment without a model.
 """
 
 from parts.turns.environment import use_environment

@@ -23,9 +23,11 @@ pytest.importorskip("parts.turns", reason="needs parts/turns, which is not here"
 import rewards
 from common import plugins
 from common.environments import ENVIRONMENTS, tool_call
+from common.errors import UserError
 from data import encode_prompt, load_processor
 from parts.turns import episodes, use_environment
 from parts.turns.pictures import pixel_table
+from parts.turns.trial import try_environment
 from tests.helpers.models import WITH_IMAGES, save_tiny
 from tests.helpers.rows import make_sample
 from tests.helpers.samplers import begin_episode, take_turn
@@ -188,10 +190,11 @@ def test_equal_pixels_in_another_shape_are_another_picture(processor):
 
 def test_the_environment_of_the_document_runs(processor, tmp_path):
     """docs/turns.md: two calls, of which the second goes on from the first, and an answer."""
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "turns.md").read_text(), re.DOTALL)
+    code, trial = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "turns.md").read_text(), re.DOTALL)
     assert len(code.splitlines()) <= 20
     (tmp_path / "rotate.py").write_text(code)
     plugins.import_file(str(tmp_path / "rotate.py"))
+    exec(trial.replace("rotate.py:", f"{tmp_path}/rotate.py:"), {})
     episode = begin(processor, "rotate", max_seen=900)
     for _ in range(2):
         assert turn(episode, call({"degrees": 90}, "rotate")) and seen(episode) == "Now it is:<image>"
@@ -203,6 +206,20 @@ def test_the_environment_of_the_document_runs(processor, tmp_path):
         with pytest.raises(ValueError, match="rotate needs degrees"):
             rotate(call({"degrees": 0}, "rotate").replace("0", degrees), {}, [PICTURE])
     assert rotate('{"name": "John", "parameters": {"degrees": 90}}', {}, [PICTURE]) is None, "an answer in JSON"
+
+
+def test_an_environment_is_tried_without_a_model():
+    """The state is kept from turn to turn, but not what a turn that raises has changed; examples/zoom.py works too."""
+    own = f"{ROOT}/tests/helpers/counting.py"
+    first, failed, second = try_environment(f"{own}:count", ["a", "raise", "b"], column="c")
+    assert (first.content, second.content) == (["1 c"], ["2 c"]) and failed.content == ["error: KeyError: 'raise'"]
+    whole = call({"x1": 0, "y1": 0, "x2": 1000, "y2": 1000})
+    (part,) = try_environment(f"{ROOT}/examples/zoom.py:zoom", [whole], [Image.new("RGB", (64, 32))])
+    assert part.content[0].size == (448, 224)
+    with pytest.raises(UserError, match="the episode is over after turn 1"):
+        try_environment(f"{ROOT}/examples/zoom.py:zoom", ["3", "4"])
+    with pytest.raises(AttributeError, match=r"zoom.py has no zom, but zoom$"):
+        try_environment(f"{ROOT}/examples/zoom.py:zom", ["3"])
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
