@@ -84,16 +84,11 @@ def problems(history: list[dict[str, Any]], example: str = "see completions.html
     return {name: line.format(**values) for name, line in WARNINGS.items() if holds[name]}
 
 
-def all_problems(history: list[dict[str, Any]]) -> dict[str, str]:
-    """Return each problem that there was after any step, as it was when it first appeared."""
-    found: dict[str, str] = {}
-    rows: list[dict[str, Any]] = []  # the first and the last, and those with held-out scores: no others matter
-    for row in history:
-        rows.append(row)
-        found = problems(rows) | found
-        if len(rows) > 4 * FALLEN and not any(name.startswith("eval/") for name in rows[-2 * FALLEN]):
-            del rows[-2 * FALLEN]  # more than FALLEN stay at either end, as a step may have no reward
-    return found
+def keep(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    """Append `row`, and drop one that matters no more: not of the first or the last, and without held-out scores."""
+    rows.append(row)
+    if len(rows) > 4 * FALLEN and not any(name.startswith("eval/") for name in rows[-2 * FALLEN]):
+        del rows[-2 * FALLEN]  # more than FALLEN stay at either end, as a step may have no reward
 
 
 def is_metrics(row: dict) -> bool:

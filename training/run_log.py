@@ -27,7 +27,7 @@ from common.files import atomic_write, git_commit, json_lines, read_jsonl
 from common.parts import extra
 from common.records import ScoredGroup
 from common.spans import of_completions
-from training.diagnosis import all_problems, is_metrics, problems, shows_reward
+from training.diagnosis import is_metrics, keep, problems, shows_reward
 from training.run_folder import checkpoints_by_step
 
 SHARE_WAIT = 10.0  # seconds; a shared file system may show a new file late
@@ -53,7 +53,7 @@ class RunLog:
         settings = hide_credentials(json.dumps(config | launch | plugins.record(), indent=1))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.history = self.begin("metrics.jsonl", is_metrics)
+            rows = self.begin("metrics.jsonl", is_metrics)
             atomic_write(self.folder / "config.json", settings + "\n")
             for name in OF_PAGES if resumed_step is None else ():
                 (self.folder / name).unlink(missing_ok=True)  # it is of an earlier run
@@ -66,7 +66,11 @@ class RunLog:
             raise UserError(
                 f"cannot write to {folder!r} ({error.strerror}): free some space or choose another --output"
             ) from None
-        self.warned = set(all_problems(self.history))  # what warnings have been printed about
+        self.history: list[dict[str, Any]] = []  # the rows that matter for warnings
+        self.warned: set[str] = set()  # what warnings have been printed about
+        for row in rows:
+            keep(self.history, row)
+            self.warned |= problems(self.history).keys()
 
     def begin(self, name: str, is_valid: Callable[[dict], bool]) -> list[dict]:
         """Create the log file `name` and return its rows: after a resume, those up to the step of the checkpoint."""
@@ -84,12 +88,13 @@ class RunLog:
             return
         row = {"step": step} | {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         new = [row]
-        if self.history and self.history[-1]["step"] == step:
+        if self.history and self.history[-1]["step"] == step and not self.waiting.get("metrics.jsonl"):
             with contextlib.suppress(OSError):
-                atomic_write(self.folder / "metrics.jsonl", json_lines([*self.history[:-1], self.history[-1] | row]))
+                *before, last = read_jsonl(self.folder / "metrics.jsonl", is_metrics)
+                atomic_write(self.folder / "metrics.jsonl", json_lines([*before, last | row]))
                 new = []
         self.append("metrics.jsonl", new)
-        self.history.append(row)
+        keep(self.history, row)
         if self.pages:
             self.pages.metrics(row)
 

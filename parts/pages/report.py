@@ -18,7 +18,7 @@ from common.figures import save_figure, save_page, thumbnail
 from common.files import parse_jsonl, read_jsonl
 from common.records import ScoredGroup, Turn
 from parts.pages.trackers import Trackers
-from training.diagnosis import all_problems, is_metrics, shows_reward
+from training.diagnosis import is_metrics, keep, problems, shows_reward
 
 if TYPE_CHECKING:  # the service imports this, and importing torch would delay its start by seconds
     from torch import Tensor
@@ -132,6 +132,16 @@ def running_mean(values: list[float]) -> list[float]:
     """Return the exponential mean after each of `values`, without a bias towards the first (as in Adam)."""
     totals = itertools.accumulate(values, lambda total, value: 0.85 * total + 0.15 * value, initial=0.0)
     return [total / (1 - 0.85**n) for n, total in enumerate(totals) if n]
+
+
+def all_problems(history: list[dict[str, Any]]) -> dict[str, str]:
+    """Return each problem that there was after any step, as it was when it first appeared."""
+    found: dict[str, str] = {}
+    rows: list[dict[str, Any]] = []
+    for row in history:
+        keep(rows, row)
+        found = problems(rows) | found
+    return found
 
 
 def write_pages(folder: pathlib.Path, *pages: Callable) -> list[str]:

@@ -22,11 +22,11 @@ from training.diagnosis import (
     NEAR_ZERO,
     RECENT,
     WARNINGS,
-    all_problems,
     problems,
 )
 from training.run_log import RunLog
 
+all_problems = pytest.importorskip("parts.pages.report", reason="needs parts/pages, which is not here").all_problems
 LENGTH = "completions/mean_length"
 HEALTHY = {"reward": 0.4, "frac_reward_zero_std": 0.5, "entropy": 0.3, "memory_flushes": 0, LENGTH: 30.0}
 HEALTHY |= {"completions/format_rate": 0.9, "completions/clipped_ratio": 0.1}
