@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-pytest.importorskip("parts.notebook", reason="needs parts/notebook.py, which is not here")
+pytest.importorskip("apps.notebook", reason="needs apps/notebook.py, which is not here")
 
 import rewards
 from tests.helpers.scripts import ROOT
