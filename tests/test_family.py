@@ -279,6 +279,7 @@ def test_a_chat_template_that_drops_text_is_refused_or_gets_parts(tiny_family):
     processor.tokenizer.chat_template = parts
     ids = encode_prompts([make_sample("How many?", "1", [], "row 1", system="Count.")], processor)[0].ids
     assert processor.tokenizer.decode(ids).startswith("Count.How many?")
+    processor = load_processor(tiny_family("qwen2_5"), "count")  # the other one has kept the encoded text
     processor.tokenizer.chat_template = "{{ messages[-1].content }}"
     with pytest.raises(ValueError, match="leaves out a part of a turn or of the system prompt"):
         encode_prompts([make_sample("How many?", "1", [], "row 1", system="Count.")], processor)

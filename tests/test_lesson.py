@@ -274,7 +274,7 @@ def test_each_figure_has_a_function_and_a_place_on_a_page():
 # --- the file at speed ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_file_at_speed_trains_as_the_full_code_does(processes, built, tmp_path):
     """Three steps of two updates on the same completions: the same log-probabilities and weights."""
     with (built / "train" / "main.csv").open() as file:
