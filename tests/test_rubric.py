@@ -126,7 +126,7 @@ def gone(server):
     ("change", "reason"),
     [
         (slow, "TimeoutError: no complete reply within 5 s (--verifier_timeout)"),
-        (failing, "InternalServerError: Error code: 500"),
+        pytest.param(failing, "InternalServerError: Error code: 500", marks=pytest.mark.slow),
         (of_html, "ValueError: the judge replied '<html>Down for maintenance</html>', which has no score from 0 to 10"),
         (without_numbers, "ValueError: the judge replied 'No.', which has no score from 0 to 10"),
         (gone, "APIConnectionError: Connection error."),
