@@ -456,8 +456,9 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
         require(self.temperature > 0, "temperature must be above 0: equal completions have zero advantage")
         for name in ("max_completion_length", "num_iterations", "epochs", "prompts_per_step"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1")
-        zero_or_more = ("seed", "max_steps", "prompts_per_update", "beta", "importance_cap", "max_logp_difference")
-        for name in (*zero_or_more, "teacher_pixels", "dual_clip", "dynamic_sampling_rounds"):
+        counts = ("seed", "max_steps", "prompts_per_update", "teacher_pixels", "dynamic_sampling_rounds")
+        factors = ("beta", "importance_cap", "max_logp_difference", "dual_clip")
+        for name in (*counts, *factors):
             require(getattr(self, name) >= 0, f"{name} must not be negative")
         self.prompts_per_update = self.prompts_per_update or self.prompts_per_step
         per_step, per_update = self.prompts_per_step, self.prompts_per_update

@@ -50,7 +50,7 @@ from policy.base_files import reading
 from policy.families import Family, ImageLimits, ImagePreparation, ImageProcessor, find_family, load_preprocessors
 from policy.model import read_config
 
-TEXTS_KEPT = 1000
+TEXTS_KEPT = 1000  # with their token ids, in memory
 
 
 @dataclass
@@ -204,7 +204,7 @@ def _encode(sample: Sample, processor: Processor) -> Prompt:
 def _encode_text(
     sample: Sample, images: list[Image.Image], vision: dict[str, Tensor], processor: Processor
 ) -> tuple[Tensor, list[int], Tensor, str]:
-    """Return ids, sampler's ids, positions and opening of a `Prompt`, kept for the next with equal text and sizes."""
+    """Return a `Prompt`'s ids, sampler's ids, positions and opening. They are kept for the same text and sizes."""
     key = (sample.system, *((turn.role, turn.text) for turn in sample.turns), *(image.size for image in images))
     if not (encoded := processor.kept.get(key)):
         engine_ids, opening = _engine_ids(sample, processor)

