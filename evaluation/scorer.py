@@ -192,8 +192,8 @@ class Scorer:
                 for name, value in found.items():
                     if value.error:
                         flag = "--task" if name == self.task else "--reward"
-                        where = f"{getattr(self.functions.get(name), 'name', name)} on {sample.source}, {rollout.text[:60]!r}"
-                        errors.append(f"{flag} {where}: {value.error}")
+                        function = getattr(self.functions.get(name), "name", name)
+                        errors.append(f"{flag} {function} on {sample.source}, {rollout.text[:60]!r}: {value.error}")
                 scored[-1].append(self._rewards(found, len(rollout.ids), max_length))
         return scored, errors[0] if errors else None
 
