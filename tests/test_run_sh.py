@@ -26,8 +26,8 @@ pytest.importorskip("apps", reason="needs apps/, which is not here")
 from apps.demo import tiny
 
 SLOW = pytest.mark.slow
-RECIPES = ["click", "clevr"]
-SLOW_RECIPES = ["count", "math mixed", "vqa", "geo3k", "math text", "math image"]
+RECIPES = ["count", "click", "clevr"]
+SLOW_RECIPES = ["math mixed", "vqa", "geo3k", "math text", "math image"]
 
 
 def test_every_recipe_runs_offline_with_smoke(request):

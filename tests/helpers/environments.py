@@ -31,11 +31,17 @@ def pictures(text, state, images, extents, question, answer, pictures=True, **ro
 
 
 def killer(*args, **fields):
-    """Do what `pictures` does, but the 105th call of all kills the run if the folder of MARKS has no file "killed"."""
+    """Do what `pictures` does, but the 105th call of all kills the run if the folder of MARKS has no file "killed".
+
+    Checkpoints are written beside the training: it waits until there is one, in the folder `run` beside MARKS.
+    """
     folder = pathlib.Path(os.environ["MARKS"])
     (folder / f"call-{time.monotonic_ns()}").touch()
     if not (folder / "killed").exists() and len(list(folder.glob("call-*"))) >= 105:
         (folder / "killed").touch()
+        until = time.monotonic() + 8  # a call may take 10 s
+        while not list(folder.parent.glob("run/checkpoint-?")) and time.monotonic() < until:
+            time.sleep(0.05)
         os.kill(int(os.environ["RUN_TO_KILL"]), signal.SIGKILL)
     return pictures(*args, **fields)
 
