@@ -70,7 +70,7 @@ class Settings:
     beta: float = 0.0  # weight of the KL divergence from the initial model
     importance_cap: float = 2.0  # of the weight π_old / π_sampler, since vLLM rounds otherwise; 0: no weight
     temperature: float = 1.0
-    micro_batch_tokens: int = 16384  # T of a forward and backward pass
+    micro_batch_tokens: int = 8192  # T of a forward and backward pass
     checkpointing: bool = False  # compute each layer again in the backward pass: less memory, a third slower
     gpu_memory: float = 0.4  # vLLM's share of the GPU
     min_pixels: int = 3136  # of a picture
@@ -703,11 +703,8 @@ def train(settings: Settings, device: torch.device) -> None:
     export(run)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for each in fields(Settings):
-        kind: Any = (lambda text: text == "True") if isinstance(each.default, bool) else type(each.default)
-        parser.add_argument(f"--{each.name}", type=kind, default=each.default)
+def launch(settings: Settings) -> None:
+    """Train on this process's GPU, or on a CPU."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
     os.environ |= alone | os.environ  # without torchrun: one process
     device = torch.device("cpu")
@@ -715,8 +712,16 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo")
-    train(Settings(**vars(parser.parse_args())), device)
+    train(settings, device)
     dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for each in fields(Settings):
+        kind: Any = (lambda text: text == "True") if isinstance(each.default, bool) else type(each.default)
+        parser.add_argument(f"--{each.name}", type=kind, default=each.default)
+    launch(Settings(**vars(parser.parse_args())))
 
 
 if __name__ == "__main__":

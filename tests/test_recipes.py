@@ -433,7 +433,7 @@ def test_the_config_around_a_language_model_is_that_of_qwen2_5_vl():
 
 
 def test_the_rows_about_easy_vqas_pictures(tmp_path):
-    """Both splits get their questions as published, and prices of the shapes whose name and color they say."""
+    """Both splits get their questions as published, and captions and prices of shapes of which they say all."""
     questions = [
         ["what shape is in the image?", "circle", 0],
         ["is there a red shape?", "no", 0],
@@ -451,6 +451,11 @@ def test_the_rows_about_easy_vqas_pictures(tmp_path):
     assert easy[0]["prompt"] == "<image>what shape is in the image? Answer with one word." and len(easy) == 5
     assert (tmp_path / easy[4]["images"][0]).read_text() == "test 2" and easy[4]["answer"] == "Rectangle"
     assert easy_vqa.shapes_and_colors(questions) == {0: ("circle", "teal"), 1: ("triangle", "gray")}
+    captions = read_jsonl(tmp_path / "captions-train.jsonl")
+    assert [(row["answer"], row["images"]) for row in captions] == [
+        ("A teal circle.", ["train/0.png"]),
+        ("A gray triangle.", ["train/1.png"]),
+    ]
     priced = read_jsonl(tmp_path / "prices-train.jsonl")
     assert [row["images"][0] for row in priced] == ["train/0.png"] * 3 + ["train/1.png"] * 3
     for row, (shape, color) in zip(priced, [("circle", "teal")] * 3 + [("triangle", "gray")] * 3):

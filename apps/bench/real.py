@@ -43,6 +43,7 @@ TITLES = {
     "vlm": "A language model with a new vision tower learns what it sees costs: 512 held-out questions, greedy",
 }
 ROWS = {"real": ("train.jsonl", "test.jsonl"), "vlm": ("prices-train.jsonl", "prices-some.jsonl")}
+EVAL_EVERY = {"real": 20, "vlm": 10}
 MODELS = {"real": "runs/real/data/model", "vlm": "runs/vlm/sft-0/final"}
 COLOURS = {"grpo": "tab:blue", "trl": "tab:orange"}
 NAMES = {"grpo": "grpo-vlm", "trl": "TRL 1.16"}
@@ -107,14 +108,14 @@ def command(cfg: Config, program: str, seed: int, folder: pathlib.Path) -> list[
     if program == "trl":
         rates = [f"--{flag.replace('=', ' ')}" for flag in cfg.flags]
         flags = [f"--output {folder}/trl.json --steps {cfg.steps} --seed {seed}", *rates]
-        flags += [f"--recipe {cfg.recipe} --model {cfg.model}"]
+        flags += [f"--recipe {cfg.recipe} --model {cfg.model} --eval_every {EVAL_EVERY[cfg.recipe]}"]
         return [sys.executable, str(HERE / "real_trl.py"), cfg.data, *shlex.split(" ".join(flags))]
     recipe = shlex.split((ROOT / "recipes" / f"{cfg.recipe}.flags").read_text(), comments=True)
     settings: dict[str, Any] = {
         name: f"{cfg.data}/{file}" for name, file in zip(("data", "eval_data"), ROWS[cfg.recipe])
     }
     settings |= {"model": cfg.model, "output": f"{folder}/run", "seed": seed, "max_steps": cfg.steps}
-    settings |= {"eval_every": 20, "save_every": 0, "report_every": 0}
+    settings |= {"eval_every": EVAL_EVERY[cfg.recipe], "save_every": 0, "report_every": 0}
     settings |= {"gpu_memory": GIB_TOGETHER} if cfg.together > 1 else {}
     settings |= dict(flag.split("=", 1) for flag in cfg.flags)
     given = itertools.chain.from_iterable((f"--{name}", str(value)) for name, value in settings.items())

@@ -1,7 +1,7 @@
 """Measure the speed of the real `train_step` on fixed workloads, phase by phase, and compare it with hardware limits.
 
     python apps/bench/speed.py                                   # W1, W1-nokl, W1-long and W1-short on one GPU
-    python apps/bench/speed.py --peer trl                        # the same, then TRL on W1; likewise verl
+    python apps/bench/speed.py --peer trl                        # the same, then TRL on W1; likewise verl, lesson
     torchrun --nproc_per_node 4 apps/bench/speed.py --workloads W1 --prompts 128      # the same work per GPU on four
 
 The results are written to docs/results/.
@@ -55,7 +55,7 @@ SHAPES = {
     "4b": dict(hidden=2560, layers=32, heads=16, kv=4, ffn=9216, vocab=248320, tied=True),
     "tiny": dict(hidden=128, layers=2, heads=4, kv=2, ffn=256, vocab=512, tied=True),
 }
-PEERS = ("trl", "verl")
+PEERS = ("trl", "verl", "lesson")
 WORKLOADS = {
     "W1": dict(side=448, tokens=512, beta=0.01),
     "W1-nokl": dict(side=448, tokens=512, beta=0.0),
@@ -104,9 +104,9 @@ class Config(BenchFlags):
     workloads: tuple[Literal["W1", "W1-nokl", "W1-long", "W1-short", "small"], ...] = tuple(WORKLOADS)[:4]
     """Workloads to measure."""
     peer: str | None = None
-    """Another trainer to run on W1 afterwards: trl (peer_trl.py), verl (peer_verl.py), or a script. The
-    script gets the model's folder, --steps and --prompts, and must print "STEP seconds GiB" after each step, and may
-    add its parts as JSON."""
+    """Another trainer to run on W1 afterwards: trl (peer_trl.py), verl (peer_verl.py), lesson (peer_lesson.py,
+    the one file at speed), or a script. The script gets the model's folder, --steps and --prompts, and must print "STEP
+    seconds GiB" after each step, and may add its parts as JSON."""
     checkpoint: bool = False
     """After the last workload, also save a checkpoint, and measure a training step while it is written."""
 
@@ -120,7 +120,7 @@ class Config(BenchFlags):
         if self.peer in PEERS and not importlib.util.find_spec(self.peer):
             raise ValueError(f"peer: {self.peer} is not installed here: see docs/speed.md")
         if self.peer and self.peer not in PEERS and not pathlib.Path(self.peer).is_file():
-            raise ValueError(f"peer: there is no script {self.peer!r}: give one, trl or verl")
+            raise ValueError(f"peer: there is no script {self.peer!r}: give one, trl, verl or lesson")
 
     def training_config(self, data: str) -> grpo.Config:
         """Return the settings of a run that has room for all workloads. Raises ValueError for bad `flags`."""

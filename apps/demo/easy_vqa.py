@@ -1,8 +1,9 @@
-"""Rows for the model of `vlm.py`: the questions of easy-VQA, and what the shape in each of its pictures costs.
+"""Rows for the model of `vlm.py`: what is in the pictures of easy-VQA, its own questions, and what the shapes cost.
 
-easy-VQA (Victor Zhou, MIT License) asks about the shape in a picture and its color, one word an answer: what the tower
-learns to see by SFT. For GRPO, a text names a price for each shape and each color, and asks what the one in the picture
-costs. What counts is in the picture alone, and its price in the text alone.
+easy-VQA (Victor Zhou, MIT License) asks about the shape in a picture and its color, one word an answer. The tower
+learns to see by SFT on captions: a color and a shape in one answer, where most of the questions are about yes or no.
+For GRPO, a text names a price for each shape and each color, and asks what the one in the picture costs. What counts is
+in the picture alone, and its price in the text alone.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ SHAPES = ("circle", "rectangle", "triangle")
 COLORS = ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow")
 PRICES = (2, 50)  # the lowest, and above the highest
 PRICES_EACH = {"train": 3, "test": 1}  # lists of prices for a picture
+CAPTION = ("What is in the picture?", "A {} {}.")  # a question, and the answer with a color and a shape
 ONE_WORD = "Answer with one word."
 PRICE = "Write the price of the shape in the picture plus the price of its color, such as 3 + 4 = 7."
 
@@ -70,18 +72,22 @@ def price_question(shape: str, color: str, rng: np.random.Generator) -> tuple[st
 
 
 def write_rows(parts: pathlib.Path, output: pathlib.Path) -> None:
-    """Write the rows of both splits: questions to OUTPUT/easy-SPLIT.jsonl, prices to OUTPUT/prices-SPLIT.jsonl."""
+    """Write the rows of both splits: OUTPUT/captions-SPLIT.jsonl, easy-SPLIT.jsonl and prices-SPLIT.jsonl."""
     for seed, split in enumerate(("train", "test")):
         questions, rng = read_split(parts, output, split), np.random.default_rng(seed)
+        known = shapes_and_colors(questions)
+        question, answer = CAPTION
+        captions = [
+            row_of(split, question, answer.format(color, shape), picture) for picture, (shape, color) in known.items()
+        ]
         priced = [
-            (*price_question(*what, rng), picture)
-            for picture, what in shapes_and_colors(questions).items()
-            for _ in range(PRICES_EACH[split])
+            (*price_question(*what, rng), picture) for picture, what in known.items() for _ in range(PRICES_EACH[split])
         ]
         # a capital, as in the answers that the language model gives by itself
         easy = [
             row_of(split, f"{text} {ONE_WORD}", answer.capitalize(), picture) for text, answer, picture in questions
         ]
+        write_jsonl(output / f"captions-{split}.jsonl", captions)
         write_jsonl(output / f"easy-{split}.jsonl", easy)
         write_jsonl(output / f"prices-{split}.jsonl", [row_of(split, *each) for each in priced])
 
