@@ -7,9 +7,9 @@ if [ ! -d $folder/data/model ]; then
 fi
 mapfile -t train_flags < <(sed 's/#.*//' recipes/vlm.flags | xargs -n 1)
 train_flags+=(--eval_every 10)
-shared_flags=(--task count --template recipes/vlm.jinja --min_pixels 12544)
-sft_flags=("${shared_flags[@]}" --max_prompt_length 128 --max_completion_length 16 --resume auto --seed "$seed"
-  --train_vision --lr_schedule cosine --prompts_per_step 128 --max_steps 400 --warmup 40 --eval_every 100 --save_every 200)
+what_flags=(--plugin recipes/vlm.py --task what --min_pixels 12544 --max_prompt_length 128 --max_completion_length 16)
+sft_flags=("${what_flags[@]}" --resume auto --seed "$seed" --train_vision --lr_schedule cosine
+  --prompts_per_step 128 --max_steps 400 --warmup 40 --eval_every 100 --save_every 200)
 held_out=512 limit=() few_flags=()
 if ! nvidia-smi -L > /dev/null 2>&1; then
   echo "There is no GPU: a few small steps, which show how it works and teach nothing."
@@ -40,9 +40,9 @@ title="5/7  Without the pictures, of which only the size is left" evaluate_run "
 heading "6/7  SFT of all weights on easy-VQA"
 easy=$folder/easy-$seed
 show .venv/bin/python sft.py --model "$tower/final" --data $folder/data/easy-train.jsonl --output "$easy" \
-  --eval_data $folder/data/easy-some.jsonl --learning_rate 2e-5 --vision_rate 1e-4 "${sft_flags[@]}" "${few_flags[@]}"
+  --eval_data $folder/data/easy-some.jsonl --learning_rate 2e-5 --vision_rate 1e-4 "${sft_flags[@]}" --max_steps 300 \
+  "${few_flags[@]}"
 
 heading "7/7  easy-VQA's published test questions"
 show .venv/bin/python evaluate.py --model "$easy/final" --data $folder/data/easy-test.jsonl --output "$easy/eval" \
-  --reward count=0 --reward recipes/vlm.py:exact_match --max_prompt_length 128 --max_completion_length 16 \
-  "${shared_flags[@]}" "${limit[@]}"
+  "${what_flags[@]}" "${limit[@]}"

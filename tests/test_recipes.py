@@ -19,7 +19,7 @@ from PIL import Image
 import evaluate
 import grpo
 import sft
-from common import hub
+from common import hub, plugins
 from common.cli import parse
 from common.errors import UserError
 from common.files import read_jsonl
@@ -47,6 +47,11 @@ def parsed(monkeypatch, *arguments: str) -> Config:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_the_flags_of_a_recipe_are_valid(recipe, monkeypatch):
     flags = shlex.split(recipe.read_text(), comments=True)
+    for table in ("_modules", "_digests"):
+        monkeypatch.setattr(plugins, table, {})
+    for file in [value for flag, value in zip(flags, flags[1:]) if flag == "--plugin"]:
+        plugins.load(str(ROOT / file))
+    monkeypatch.chdir(ROOT)
     cfg = parsed(monkeypatch, *flags, "--data=rows.jsonl")
     assert cfg.model.startswith("Qwen/") and cfg.data == "rows.jsonl"
     for path in [cfg.template, *(reward.partition(":")[0] for reward in cfg.reward)]:
@@ -468,3 +473,6 @@ def test_the_rewards_of_vlm():
     assert vlm_rewards.ends_with_the_number("12 + 30 = 42.", "42") == 1
     assert vlm_rewards.ends_with_the_number("42 = 12 + 30", "42") == vlm_rewards.ends_with_the_number("", "42") == 0
     assert vlm_rewards.exact_match(" yes.\n", "Yes") == 1 and vlm_rewards.exact_match("Yes, it is", "Yes") == 0
+    assert vlm_rewards.exact_match("a red circle", "A red circle.") == 1
+    assert vlm_rewards.has_a_sum("A red circle. 24 + 13 = 37.") and not vlm_rewards.has_a_sum("It costs 37.")
+    assert vlm_rewards.is_short("A red circle.") and not vlm_rewards.is_short("There is a red circle.")

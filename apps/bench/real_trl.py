@@ -16,6 +16,7 @@ import pathlib
 import shlex
 import sys
 import time
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,6 +28,7 @@ import torch
 import transformers
 import tyro
 from datasets import Dataset
+from jinja2 import Template
 
 try:
     from trl import GRPOConfig, GRPOTrainer
@@ -37,11 +39,13 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path.append(str(ROOT))
 from common.templates import read_template
 from inputs.images import fit_image, fitted_size
+from rewards import TASKS
 
 ROWS_TOGETHER = 256  # in a batch of the evaluation
 MOST_PIXELS = 1003520  # of a picture, as grpo.py has it
 Recipe = Literal["real", "vlm"]
 ROWS = {"real": ("train.jsonl", "test.jsonl"), "vlm": ("prices-train.jsonl", "prices-some.jsonl")}
+TOGETHER = {"real": 512, "vlm": 128}  # completions in a forward pass; 512 with pictures are 97,000 tokens
 LENGTH = {"real": 256, "vlm": 512}  # of a prompt and a completion together, at most, in tokens
 
 
@@ -80,16 +84,27 @@ def read_flags(recipe: Recipe) -> dict[str, list[str]]:
     return flags
 
 
-def load_reward(flags: dict[str, list[str]]) -> Callable[..., float]:
-    """Return the reward that is trained on: the one without a weight of its own."""
+def load_task(flags: dict[str, list[str]]) -> tuple[Callable[..., float], Template]:
+    """Return the reward that is trained on, and the template of the prompts.
+
+    The reward is that of the recipe's plugin, or the one in `--reward` without a weight of its own.
+    """
+    if "plugin" in flags:
+        load(flags["plugin"][0])
+        task = TASKS[flags["task"][0]]
+        return task.reward, Template(task.template)
     (place,) = (reward for reward in flags["reward"] if "=" not in reward)
     file, _, name = place.partition(":")
-    return getattr(importlib.import_module(file.removesuffix(".py").replace("/", ".")), name)
+    return getattr(load(file), name), read_template(str(ROOT / flags["template"][0]), "--template", ["content"])
 
 
-def read_rows(file: pathlib.Path, flags: dict[str, list[str]]) -> list[dict[str, Any]]:
-    """Return the rows of `file`, with the recipe's template around the question and pictures of its size."""
-    template = read_template(str(ROOT / flags["template"][0]), "--template", ["content"])
+def load(file: str) -> types.ModuleType:
+    """Return the module in `file`, of the project's folder."""
+    return importlib.import_module(file.removesuffix(".py").replace("/", "."))
+
+
+def read_rows(file: pathlib.Path, template: Template, flags: dict[str, list[str]]) -> list[dict[str, Any]]:
+    """Return the rows of `file`, with the template around the question and pictures of the recipe's size."""
     least = int(flags["min_pixels"][0]) if "min_pixels" in flags else 0
 
     def fit(height: int, width: int) -> tuple[int, int]:
@@ -111,10 +126,8 @@ def read_rows(file: pathlib.Path, flags: dict[str, list[str]]) -> list[dict[str,
 class Scores(transformers.TrainerCallback):
     """Score the model on the held-out rows, greedily, and time the steps between the evaluations."""
 
-    def __init__(self, cfg: Config, processor: Any, flags: dict[str, list[str]], reward: Callable[..., float]):
-        self.cfg, self.processor, self.reward = cfg, processor, reward
-        self.rows = read_rows(pathlib.Path(cfg.data) / ROWS[cfg.recipe][1], flags)
-        self.tokens = int(flags["max_completion_length"][0])
+    def __init__(self, args: GRPOConfig, processor: Any, rows: list[dict[str, Any]], reward: Callable[..., float]):
+        self.args, self.processor, self.rows, self.reward = args, processor, rows, reward
         self.curve: list[tuple[int, float]] = []
         self.seconds: list[float] = []
         self.gib = 0.0
@@ -136,7 +149,7 @@ class Scores(transformers.TrainerCallback):
             rows = self.rows[first : first + ROWS_TOGETHER]
             batch = self.encode(rows).to(model.device)
             with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16):
-                ids = model.generate(**batch, max_new_tokens=self.tokens, do_sample=False)
+                ids = model.generate(**batch, max_new_tokens=self.args.max_completion_length, do_sample=False)
             texts = self.processor.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
             right += sum(self.reward(text, row["answer"]) for text, row in zip(texts, rows))
         model.train()
@@ -153,12 +166,12 @@ class Scores(transformers.TrainerCallback):
             free, total = torch.cuda.mem_get_info()
             self.gib = max(self.gib, (total - free) / 2**30)
         self.seconds.append(time.perf_counter() - self.started)
-        if state.global_step % self.cfg.eval_every == 0 or state.global_step == self.cfg.steps:
+        if state.global_step % self.args.eval_steps == 0 or state.global_step == self.args.max_steps:
             self.score(model, state.global_step)
         self.started = time.perf_counter()
 
 
-def load(cfg: Config, folder: str) -> tuple[torch.nn.Module | str, Any]:
+def load_model(cfg: Config, folder: str) -> tuple[torch.nn.Module | str, Any]:
     """Return the model, or its folder, and what encodes its prompts."""
     if cfg.recipe == "real":
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -171,8 +184,9 @@ def load(cfg: Config, folder: str) -> tuple[torch.nn.Module | str, Any]:
 
 def main(cfg: Config) -> None:
     folder, flags = pathlib.Path(cfg.data), read_flags(cfg.recipe)
-    reward = load_reward(flags)
-    model, processor = load(cfg, cfg.model or str(folder / "model"))
+    reward, template = load_task(flags)
+    train_rows, held_out = (read_rows(folder / file, template, flags) for file in ROWS[cfg.recipe])
+    model, processor = load_model(cfg, cfg.model or str(folder / "model"))
 
     def rewards(completions: list[Any], answer: list[str], **_: object) -> list[float]:
         """Score a step's completions, each a text or a list with one turn."""
@@ -181,13 +195,15 @@ def main(cfg: Config) -> None:
 
     on_gpu = torch.cuda.is_available()
     generations = int(flags["num_generations"][0])
+    together = min(TOGETHER[cfg.recipe], int(flags["prompts_per_step"][0]) * generations)
     args = GRPOConfig(
         output_dir=f"{cfg.output}-files",
         learning_rate=cfg.learning_rate or float(flags["learning_rate"][0]),
         lr_scheduler_type="constant",
         weight_decay=0.0,
         max_steps=cfg.steps,
-        per_device_train_batch_size=int(flags["prompts_per_step"][0]) * generations if on_gpu else 16,
+        per_device_train_batch_size=together if on_gpu else 16,
+        gradient_accumulation_steps=int(flags["prompts_per_step"][0]) * generations // together if on_gpu else 1,
         num_generations=generations,
         max_completion_length=int(flags["max_completion_length"][0]),
         temperature=1.0,
@@ -202,16 +218,17 @@ def main(cfg: Config) -> None:
         vllm_gpu_memory_utilization=0.1,
         vllm_max_model_length=LENGTH[cfg.recipe],
         logging_steps=10,
+        eval_steps=cfg.eval_every,
         save_strategy="no",
         report_to=[],
         seed=cfg.seed,
     )
-    scores = Scores(cfg, processor, flags, reward)
+    scores = Scores(args, processor, held_out, reward)
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=rewards,
         args=args,
-        train_dataset=Dataset.from_list(read_rows(folder / ROWS[cfg.recipe][0], flags)),
+        train_dataset=Dataset.from_list(train_rows),
         processing_class=processor,
         callbacks=[scores],
     )

@@ -25,7 +25,7 @@ PRICES = (2, 50)  # the lowest, and above the highest
 PRICES_EACH = {"train": 3, "test": 1}  # lists of prices for a picture
 CAPTION = ("What is in the picture?", "A {} {}.")  # a question, and the answer with a color and a shape
 ONE_WORD = "Answer with one word."
-PRICE = "Write the price of the shape in the picture plus the price of its color, such as 3 + 4 = 7."
+PRICE = "What is in the picture, and what does it cost? Answer as in: A pink square. 3 + 4 = 7."
 
 Question = tuple[str, str, int]  # the question, its answer, and the number of the picture
 
