@@ -1,5 +1,6 @@
 """The recipes: `grpo.py --task vqa` without data, their flags, templates and rewards, and the hub's cache."""
 
+import itertools
 import json
 import os
 import pathlib
@@ -49,7 +50,7 @@ def test_the_flags_of_a_recipe_are_valid(recipe, monkeypatch):
     flags = shlex.split(recipe.read_text(), comments=True)
     for table in ("_modules", "_digests"):
         monkeypatch.setattr(plugins, table, {})
-    for file in [value for flag, value in zip(flags, flags[1:]) if flag == "--plugin"]:
+    for file in [value for flag, value in itertools.pairwise(flags) if flag == "--plugin"]:
         plugins.load(str(ROOT / file))
     monkeypatch.chdir(ROOT)
     cfg = parsed(monkeypatch, *flags, "--data=rows.jsonl")
