@@ -39,7 +39,7 @@ def arguments(**flags: object) -> list[str]:
 def mine(tmp_path_factory) -> pathlib.Path:
     """The README's plugin, in a file."""
     path = tmp_path_factory.mktemp("plugin") / "mine.py"
-    path.write_text(re.search(r"```python\n(.*?)```", README, re.DOTALL)[1])
+    path.write_text(re.search(r"```python\n(import torch.*?)```", README, re.DOTALL)[1])
     return path
 
 
