@@ -468,6 +468,9 @@ def test_the_rows_about_easy_vqas_pictures(tmp_path):
         price = int(re.search(rf"{shape} (\d+)", row["prompt"])[1])
         assert int(row["answer"]) == price + int(re.search(rf"{color} (\d+)", row["prompt"])[1])
     assert len({row["prompt"] for row in priced}) == 6, "each list of prices is another"
+    told = read_jsonl(tmp_path / "told-train.jsonl")
+    assert told[0]["prompt"] == "The picture shows a teal circle. " + priced[0]["prompt"].removeprefix("<image>")
+    assert [row["answer"] for row in told] == [row["answer"] for row in priced]
 
 
 def test_the_rewards_of_vlm():

@@ -129,11 +129,20 @@ def read_run(program: str, folder: pathlib.Path) -> dict[str, Any]:
     logged = read_jsonl(folder / "run" / "metrics.jsonl")
     curve = [[row["step"], row["eval/reward"]] for row in logged if row.get("eval/reward") is not None]
     trained = [row for row in logged if "step_time" in row]
-    difference = statistics.mean(row["sampling/logp_difference_mean"] or 0.0 for row in trained)
+    nats = {
+        name: mean_of(trained, f"sampling/logp_difference_{kind}")
+        for name, kind in (("nats", "mean"), ("nats_image", "image"), ("nats_text", "text"))
+    }
     rewards = [row["reward"] for row in trained]
     gib = max(row["memory_gib"] or 0.0 for row in trained)
     seconds = [row["step_time"] for row in trained]
-    return {"curve": curve, "seconds": seconds, "reward": rewards, "nats": difference, "gib": gib}
+    return {"curve": curve, "seconds": seconds, "reward": rewards, "gib": gib} | nats
+
+
+def mean_of(rows: list[dict[str, Any]], name: str) -> float | None:
+    """Return the mean of a metric over the steps that have it, or None."""
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return statistics.mean(values) if values else None
 
 
 def train(cfg: Config, program: str, seed: int, places: queue.Queue[str]) -> str:
@@ -164,7 +173,9 @@ def train(cfg: Config, program: str, seed: int, places: queue.Queue[str]) -> str
 
 
 def show(results: list[dict[str, Any]], steps: int) -> None:
-    """Print a line for each program and setting: held-out scores after `steps` steps, and what a step takes alone."""
+    """Print a line for each program and setting: held-out scores after `steps` steps, what a step takes alone, and by how
+    many nats sampler and trainer differ, on rows with pictures and on others.
+    """
     for (program, flags), runs in cut(results, steps).items():
         first = next(iter(runs.values()))["curve"][0][1]
         scores = [run["curve"][-1][1] for run in runs.values()]
@@ -172,8 +183,9 @@ def show(results: list[dict[str, Any]], steps: int) -> None:
         spread = f"{statistics.mean(scores):.3f} ± {statistics.stdev(scores):.3f}" if len(scores) > 1 else ""
         alone = [second for run in runs.values() if run["together"] == 1 for second in run["seconds"][5:]]
         pace = f"{statistics.median(alone):.2f} s a step" if alone else ""
+        nats = [f"{run[name]:.4f}" for run in runs.values() for name in ("nats_image", "nats_text") if run.get(name)]
         line = f"{NAMES[program]:9}{' '.join(flags):44} rose {rose} of {len(runs)}  {spread:14} {pace:14}"
-        print(f"{line}  {first:.3f} -> {' '.join(f'{score:.3f}' for score in scores)}")
+        print(f"{line}  {first:.3f} -> {' '.join(f'{score:.3f}' for score in scores)}  {' '.join(nats)}")
 
 
 def draw(results: list[dict[str, Any]], path: str, steps: int, recipe: Recipe) -> None:

@@ -24,6 +24,7 @@ COLORS = ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow")
 PRICES = (2, 50)  # the lowest, and above the highest
 PRICES_EACH = {"train": 3, "test": 1}  # lists of prices for a picture
 CAPTION = ("What is in the picture?", "A {} {}.")  # a question, and the answer with a color and a shape
+TOLD = "The picture shows a {} {}. "  # in place of a picture
 ONE_WORD = "Answer with one word."
 PRICE = "What is in the picture, and what does it cost? Answer as in: A pink square. 3 + 4 = 7."
 
@@ -72,7 +73,10 @@ def price_question(shape: str, color: str, rng: np.random.Generator) -> tuple[st
 
 
 def write_rows(parts: pathlib.Path, output: pathlib.Path) -> None:
-    """Write the rows of both splits: OUTPUT/captions-SPLIT.jsonl, easy-SPLIT.jsonl and prices-SPLIT.jsonl."""
+    """Write the rows of both splits: OUTPUT/captions-SPLIT.jsonl, easy-SPLIT.jsonl and prices-SPLIT.jsonl.
+
+    told-SPLIT.jsonl has the questions about prices without pictures, with what they show in words.
+    """
     for seed, split in enumerate(("train", "test")):
         questions, rng = read_split(parts, output, split), np.random.default_rng(seed)
         known = shapes_and_colors(questions)
@@ -83,6 +87,10 @@ def write_rows(parts: pathlib.Path, output: pathlib.Path) -> None:
         priced = [
             (*price_question(*what, rng), picture) for picture, what in known.items() for _ in range(PRICES_EACH[split])
         ]
+        told = [
+            {"prompt": TOLD.format(*reversed(known[picture])) + question, "answer": price}
+            for question, price, picture in priced
+        ]
         # a capital, as in the answers that the language model gives by itself
         easy = [
             row_of(split, f"{text} {ONE_WORD}", answer.capitalize(), picture) for text, answer, picture in questions
@@ -90,6 +98,7 @@ def write_rows(parts: pathlib.Path, output: pathlib.Path) -> None:
         write_jsonl(output / f"captions-{split}.jsonl", captions)
         write_jsonl(output / f"easy-{split}.jsonl", easy)
         write_jsonl(output / f"prices-{split}.jsonl", [row_of(split, *each) for each in priced])
+        write_jsonl(output / f"told-{split}.jsonl", told)
 
 
 def row_of(split: str, question: str, answer: str, picture: int) -> dict[str, Any]:
