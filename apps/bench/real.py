@@ -173,8 +173,9 @@ def train(cfg: Config, program: str, seed: int, places: queue.Queue[str]) -> str
 
 
 def show(results: list[dict[str, Any]], steps: int) -> None:
-    """Print a line for each program and setting: held-out scores after `steps` steps, what a step takes alone, and by how
-    many nats sampler and trainer differ, on rows with pictures and on others.
+    """Print a line for each program and setting: held-out scores after `steps` steps, and what a step takes alone.
+
+    At its end, by how many nats sampler and trainer differ, on rows with pictures and on others.
     """
     for (program, flags), runs in cut(results, steps).items():
         first = next(iter(runs.values()))["curve"][0][1]
