@@ -556,7 +556,7 @@ def update(run: Run, groups: list[Group]) -> dict[str, float]:
             logp = run.policy(part, settings.temperature)
             (loss_of(logp, part, settings) * dist.get_world_size()).backward()  # FSDP takes the mean
             sampled = torch.cat([each.sampler_logp for _, some in part for each in some]).to(logp.device)
-            if i == 0 and part != [idle]:
+            if i == 0 and part[0] is not idle:
                 mismatch.append((logp.detach() - sampled).abs())
         norm: Any = nn.utils.clip_grad_norm_(trained, 1.0)
         run.optimizer.step()

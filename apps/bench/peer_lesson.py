@@ -1,6 +1,7 @@
 """Time the lesson's one file at speed on workload W1; `apps/bench/speed.py --peer lesson` runs it beside the full code.
 
-    python apps/bench/peer_lesson.py runs/bench/3b --steps 3
+    python apps/bench/peer_lesson.py runs/bench/3b --steps 3                     # the model is that of speed.py
+    python apps/bench/peer_lesson.py runs/bench/3b --steps 3 --without prefix    # what a part of it is worth
     torchrun --nproc_per_node 4 apps/bench/peer_lesson.py runs/bench/7b --steps 3 --prompts 64
 
 The model, the pictures, the length of the completions, beta and the coin flips are those of W1; all else is what
@@ -8,13 +9,16 @@ lesson/grpo_at_speed.py does by itself. Prints "STEP seconds GiB parts" for ever
 """
 
 import json
+import os
 import pathlib
 import random
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import tyro
 
 HERE = pathlib.Path(__file__).parent
@@ -34,6 +38,124 @@ class Config:
     """Number of steps, including the warm-up step, which comes first."""
     prompts: int = 32
     """Number of prompts per step, on all processes together, with 8 completions each."""
+    micro_batch_tokens: int = 8192
+    """Number of tokens of a forward and backward pass."""
+    without: str | None = None
+    """A part to leave out: prefix, packing, chunks, compile, sum, masters, pieces, sleep or process."""
+
+    def __post_init__(self) -> None:
+        if self.without and self.without not in WITHOUT:
+            raise ValueError(f"without: {self.without!r} is none of {', '.join(WITHOUT)}")
+
+
+# --- what is left out -------------------------------------------------------------------------------------------------
+
+
+def prefix() -> None:
+    """Compute the prompt anew for each completion."""
+    update = lesson.update
+    lesson.update = lambda run, groups: update(run, [(prompt, [each]) for prompt, some in groups for each in some])
+
+
+def packing() -> None:
+    """Compute one completion, with its prompt, in each pass."""
+    lesson.micro_batches = lambda groups, _: [[(prompt, [each])] for prompt, some in groups for each in some]
+
+
+def chunks() -> None:
+    """Hold the logits of a whole pass at once."""
+    lesson.LOGIT_ROWS = 10**9
+
+
+def compiler() -> None:
+    """Run each layer's operations one by one."""
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    torch._dynamo.config.disable = True
+
+
+def float32_sum() -> None:
+    """Keep the sum that runs through the layers in bfloat16."""
+    lesson.in_float32 = lambda _: None
+
+
+def masters() -> None:
+    """Keep the weights and Adam's moments in bfloat16."""
+    load = lesson.load_policy
+
+    def load_in_bfloat16(*given: Any) -> lesson.Policy:
+        return load(*given).to(torch.bfloat16)
+
+    lesson.load_policy = load_in_bfloat16
+
+
+def pieces() -> None:
+    """Gather all weights before the first is handed over."""
+    load = lesson.Sampler.sync
+
+    def sync(self: lesson.Sampler, policy: lesson.Policy) -> None:
+        apply = self.llm.apply_model
+        self.llm.apply_model = lambda push: apply(lambda model: push(Whole(model)))
+        load(self, policy)
+        self.llm.apply_model = apply
+
+    lesson.Sampler.sync = sync
+
+
+class Whole:
+    """A model that takes the weights of a list."""
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def load_weights(self, weights: Any) -> None:
+        self.model.load_weights(list(weights))
+
+
+def sleep() -> None:
+    """Leave vLLM awake, with a smaller part of the GPU."""
+    lesson.Sampler.sleep = lambda _: None
+
+
+def process() -> None:
+    """Let vLLM run in a process of its own, which reads the weights from a file in memory."""
+    import vllm
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    make, folder = vllm.LLM, pathlib.Path("/dev/shm/lesson")
+    folder.mkdir(exist_ok=True)
+
+    def make_there(model: str, **options: Any) -> vllm.LLM:
+        for file in pathlib.Path(model).iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        return make(str(folder), **options | {"distributed_executor_backend": "uni"})
+
+    @torch.no_grad()
+    def sync(self: lesson.Sampler, policy: lesson.Policy) -> None:
+        state = {name: weight.to(torch.bfloat16) for name, weight in policy.model.named_parameters()}
+        whole = {name: w.full_tensor() if isinstance(w, lesson.DTensor) else w for name, w in state.items()}
+        lesson.save_file({name: weight.cpu() for name, weight in whole.items()}, folder / "model.safetensors")
+        self.llm.wake_up(tags=["weights"])
+        self.llm.collective_rpc("reload_weights")
+        self.llm.wake_up(tags=["kv_cache"])
+        self.llm.reset_prefix_cache()
+
+    vllm.LLM, lesson.Sampler.sync = make_there, sync
+
+
+WITHOUT: dict[str, Callable[[], None]] = {
+    "prefix": prefix,
+    "packing": packing,
+    "chunks": chunks,
+    "compile": compiler,
+    "sum": float32_sum,
+    "masters": masters,
+    "pieces": pieces,
+    "sleep": sleep,
+    "process": process,
+}
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
 
 
 def main(cfg: Config) -> None:
@@ -45,16 +167,20 @@ def main(cfg: Config) -> None:
         """Take a step and print its time."""
         started = time.perf_counter()
         metrics = take_step(run, number, rows)
-        parts = {name.removeprefix("seconds/"): value for name, value in metrics.items() if "seconds/" in name}
+        parts = {name.removeprefix("seconds/"): round(value, 2) for name, value in metrics.items() if "seconds" in name}
+        shown = parts | {name: metrics[name] for name in ("length", "mismatch")}
         if lesson.dist.get_rank() == 0:
-            seconds, shown = time.perf_counter() - started, json.dumps(parts | {"length": metrics["length"]})
-            print(f"STEP {seconds:.2f} {metrics['gib']:.1f} {shown}", flush=True)
+            print(f"STEP {time.perf_counter() - started:.2f} {metrics['gib']:.1f} {json.dumps(shown)}", flush=True)
         return metrics
 
     lesson.step, lesson.reward = timed, lambda *_: float(random.random() < 0.5)
     lesson.save = lesson.export = lambda *_: None
+    if cfg.without:
+        WITHOUT[cfg.without]()
     settings = lesson.Settings(model=cfg.model, data=data, output=str(folder / "lesson"), prompts=cfg.prompts)
-    lesson.launch(replace(settings, steps=cfg.steps, beta=work["beta"], max_tokens=work["tokens"]))
+    settings = replace(settings, micro_batch_tokens=cfg.micro_batch_tokens, beta=work["beta"], steps=cfg.steps)
+    settings = replace(settings, max_tokens=work["tokens"], gpu_memory=0.2 if cfg.without == "sleep" else 0.4)
+    lesson.launch(settings)
 
 
 if __name__ == "__main__":
