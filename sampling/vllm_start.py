@@ -72,6 +72,16 @@ def keep_logits_in_float32(model: torch.nn.Module) -> None:
     head.quant_method.apply = apply
 
 
+def take_experts_of_trainer(model: torch.nn.Module) -> None:
+    """Make vLLM's `model` take weights of all experts of a layer as the trainer has them, (experts, out, in).
+
+    vLLM 0.25 tells from their shape how they lie. Newer releases expect them transposed, as Qwen3-VL-MoE was published.
+    """
+    for module in model.modules():
+        if hasattr(module, "is_fused_checkpoint_transposed"):
+            module.is_fused_checkpoint_transposed = False
+
+
 def start_vllm(
     flags: EngineFlags, model: str, processor: Processor, dtype: torch.dtype, limits: RequestLimits, weight_bytes: int
 ) -> Any:
@@ -104,9 +114,12 @@ def start_vllm(
                 use_tqdm_on_load=False,  # no progress bars for loading weights and capturing graphs
                 logprobs_mode="processed_logprobs",  # computed after temperature and top-p
                 mamba_ssm_cache_dtype="float32",  # the states of Qwen3.5, as in the trainer
+                moe_backend="triton",  # the kernels of FlashInfer rearrange the weights, which a sync would then spoil
                 **options,
             )
             llm.apply_model(keep_logits_in_float32)
+            if config.model_type == "qwen3_vl_moe":
+                llm.apply_model(take_experts_of_trainer)
             return llm
     except Exception as error:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

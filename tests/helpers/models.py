@@ -245,8 +245,9 @@ def widen_heads(config: transformers.PreTrainedConfig) -> transformers.PreTraine
     """Double the heads of the decoder with this `config`, from 16 to 32 dimensions, and its hidden size."""
     text, vision = config.get_text_config(), getattr(config, "vision_config", None)
     text.hidden_size *= 2
-    if getattr(text, "head_dim", None):
-        text.head_dim *= 2
+    for name in ("head_dim", "linear_key_head_dim", "linear_value_head_dim"):
+        if getattr(text, name, None):
+            setattr(text, name, 2 * getattr(text, name))
     if section := (getattr(text, "rope_parameters", None) or {}).get("mrope_section"):
         text.rope_parameters["mrope_section"] = [2 * size for size in section]
     if hasattr(vision, "out_hidden_size"):

