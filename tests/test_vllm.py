@@ -59,6 +59,13 @@ def run(*args: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
+def reward_vowels(folder: pathlib.Path) -> list[str]:
+    """Write a reward into `folder` that differs between most completions of any model, and return its flags."""
+    text = "def vowels(completion, answer):\n    return sum(c in 'aeiou' for c in completion) / 24\n"
+    (folder / "r.py").write_text(text)
+    return [f"--reward={folder}/r.py:vowels", "--reward=count=0"]
+
+
 @gpu_only
 def test_logprobs_of_sampled_tokens_are_those_of_softmax():
     from parts.fast.vllm_logprobs import sampled_logprobs
@@ -166,10 +173,8 @@ def test_rewards_rise_when_vllm_samples(tiny_model, shapes, tmp_path):
 
     The rollouts come from vLLM, the weights are synced every step, and the vision tower is trained.
     """
-    reward = "def vowels(completion, answer):\n    return sum(c in 'aeiou' for c in completion) / 24\n"
-    (tmp_path / "r.py").write_text(reward)
     flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--engine=vllm", "--train_vision"]
-    flags += [f"--reward={tmp_path}/r.py:vowels", "--reward=count=0", "--max_steps=30", "--prompts_per_step=12"]
+    flags += [*reward_vowels(tmp_path), "--max_steps=30", "--prompts_per_step=12"]
     flags += ["--num_generations=8", "--max_completion_length=24", "--learning_rate=2e-3", "--vllm_memory=0.1"]
     process = run("grpo.py", "--task=count", *flags, "--no_compile", "--check_sync")
     assert process.returncode == 0, process.stderr[-3000:]
@@ -265,8 +270,11 @@ def differences(rows: list[dict]) -> list[float]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_through_vllm(family, tmp_path):
-    """Three steps, with every weight compared after each sync. One engine after the other on a GPU: together, they
-    would take each other's memory."""
+    """Three pushes of other weights each, compared one by one, and the sampler agrees with the trainer after each.
+
+    Some kernels rearrange weights when a model is loaded, which a later push may spoil. One engine after the other on a
+    GPU: together, they would take each other's memory.
+    """
     in_bfloat16 = ON_GPU or family == "qwen3_5"  # vLLM has no convolution in float32 for a CPU
     if family == "qwen3_5":
         skip_without_linear_attention()
@@ -275,13 +283,17 @@ def test_family_through_vllm(family, tmp_path):
     flags = [f"--model={folder}", f"--data={data}", f"--output={tmp_path}/run", "--task=count", "--engine=vllm"]
     flags += ["--max_steps=3", "--prompts_per_step=4", "--num_generations=4", "--max_completion_length=16"]
     flags += ["--learning_rate=1e-3", "--vllm_memory=0.1", "--check_sync", "--no_compile", "--max_prompt_length=512"]
+    flags += reward_vowels(tmp_path)
     process = run("grpo.py", *flags, *(["--dtype=bfloat16"] if in_bfloat16 else []))
     has_run = process.returncode == 0
-    worst = max(differences(read_jsonl(tmp_path / "run" / "metrics.jsonl"))) if has_run else math.nan
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl") if has_run else []
+    worst = max(differences(rows)) if has_run else math.nan
     message = next((line for line in process.stderr.splitlines() if "error:" in line), process.stderr[-1500:])
     if ON_GPU:
         record(family, "vllm", f"{worst:.4f}" if has_run else f"no: {message}")
     assert has_run, f"{message}\n{process.stderr[-6000:]}"
+    assert len(differences(rows)) == 3, "without a push, vLLM samples nothing that can be compared"
+    assert all(row["grad_norm"] > 0 for row in rows), "each push must bring other weights"
     assert worst < (0.005 if in_bfloat16 else TOLERANCE)
 
 
