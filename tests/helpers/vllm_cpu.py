@@ -25,6 +25,7 @@ import vllm
 from torch import Tensor
 from vllm import _custom_ops
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 import rollout
 
@@ -47,7 +48,9 @@ class SleepingLLM(vllm.LLM):
         options = {name: value for name, value in options.items() if name not in NEED_GPU}
         if "linear_attention" in (pathlib.Path(model) / "config.json").read_text():
             options["enable_prefix_caching"] = False  # newer releases would cut prompts to keep states
-        super().__init__(model, **{"enforce_eager": True, "max_num_batched_tokens": 2**15, "block_size": 32} | options)
+        (smallest,) = CPUAttentionBackend.get_supported_kernel_block_sizes()  # 16 tokens, in newer releases 32
+        options = {"enforce_eager": True, "max_num_batched_tokens": 2**15, "block_size": smallest.base} | options
+        super().__init__(model, **options)
 
     def sleep(self, level: int = 1) -> None:
         assert level == 2
