@@ -13,15 +13,19 @@ fast, in the order of the file:
     vLLM in this process, asleep while training          `Sampler`
     weights handed over one by one                       `Sampler.sync`
 
-What it leaves out, and where the full code has it: bad rows and other columns (inputs/rows.py, data.py), other models
-(policy/families.py), adapters and 4-bit weights (policy/lora.py), memory planned before the start (policy/memory.py),
-turns with tools (parts/turns/), other losses and rewards (grpo.py, rewards.py), pages and trackers (parts/pages/).
+What it leaves out, and where the rest of this repository has it: bad rows and other columns (inputs/rows.py, data.py),
+other models (policy/families.py), adapters and 4-bit weights (policy/lora.py), memory planned before the start
+(policy/memory.py), turns with tools (parts/turns/), other losses and rewards (grpo.py, rewards.py), pages and trackers
+(parts/pages/).
 
-Equal to the full code on a CPU (tests/test_lesson.py), where it also runs with vLLM's build for CPUs. It has not run on
-a GPU yet.
+With the same completions, it computes the log-probabilities and weights of the full code, on a CPU
+(tests/test_lesson.py), where it also runs with vLLM's build for CPUs. It has not run on a GPU yet.
 
-Shapes: T packed tokens, K keys of them, C completion tokens, S prompt tokens, L tokens of a completion, H heads, E head
-dimension, D hidden size, V vocabulary, P prompts of this process, G completions of each.
+Words: a group is a prompt and its completions; a micro-batch, or part, is the groups of one forward and backward pass.
+
+Shapes: T tokens of a micro-batch, K keys that they attend to (a prompt's count again for each of its completions),
+C completion tokens, S tokens of a prompt, L of a completion, H heads, E head dimension, D hidden size, V vocabulary,
+P prompts of this process, G completions of each.
 """
 
 import argparse
@@ -53,6 +57,7 @@ from tqdm import tqdm
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # vLLM in this process: its weights are tensors that we can write
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 LOGIT_ROWS = 512  # completion tokens whose (V,) float32 logits are in memory together
+COMPUTE = {"cuda": torch.bfloat16, "cpu": torch.float32}  # dtype of the layers; the optimizer's weights are float32
 
 
 @dataclass
@@ -62,17 +67,17 @@ class Settings:
     output: str = "runs/at_speed"  # metrics.jsonl, checkpoints, and the trained model in final/
     prompts: int = 32  # per step, on all GPUs together
     group: int = 8  # G, completions of each prompt
-    max_tokens: int = 512  # L at most
+    max_tokens: int = 512  # L at most; a completion cut off there is trained like the others
     steps: int = 100
     learning_rate: float = 1e-6
     clip: float = 0.2  # ε: the ratio π / π_old earns nothing outside 1 ± ε
-    updates: int = 1  # optimizer steps on the same completions; π_old is the policy before the first
+    updates: int = 1  # optimizer steps on all completions of a step; π_old is the policy before the first
     beta: float = 0.0  # weight of the KL divergence from the initial model
-    importance_cap: float = 2.0  # of the weight π_old / π_sampler, since vLLM rounds otherwise; 0: no weight
+    importance_cap: float = 2.0  # upper bound of the weight π_old / π_sampler: vLLM rounds differently; 0: no weight
     temperature: float = 1.0
     micro_batch_tokens: int = 8192  # T of a forward and backward pass
     checkpointing: bool = False  # compute each layer again in the backward pass: less memory, a third slower
-    gpu_memory: float = 0.4  # vLLM's share of the GPU
+    gpu_memory: float = 0.4  # vLLM's share of the GPU's memory while it samples
     min_pixels: int = 3136  # of a picture
     max_pixels: int = 1003520
     save_every: int = 20  # steps; a run that finds a checkpoint in its folder goes on from there
@@ -80,7 +85,7 @@ class Settings:
 
 
 def reward(completion: str, answer: str) -> float:
-    """Return 1 if the last number, or else the whole text, is the answer. Yours goes here."""
+    """Return 1 if the completion's last number is the answer, or all of it if it has none. Yours goes here."""
     numbers = re.findall(r"-?\d+(?:\.\d+)?", completion)
     said = numbers[-1] if numbers else completion.strip()
     return float(said.lower() == answer.strip().lower())
@@ -99,7 +104,7 @@ class Prompt:
     positions: Tensor  # (3, S) of the rotary embedding: time, height, width
     vision: dict[str, Tensor]  # pixel_values (patches, 1176) and image_grid_thw (images, 3); empty without images
     image_places: Tensor  # which of `ids` stand for images
-    features: Tensor | None = None  # (image tokens, D) of the frozen tower, for both
+    features: Tensor | None = None  # (image tokens, D) of the frozen tower, for trainer and sampler; set by `see`
 
 
 @dataclass
@@ -117,14 +122,14 @@ class Encoder:
         text = row["prompt"].replace("<image>", "").strip()
         content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
         chat = [{"role": "user", "content": content}]
-        text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        sampler_ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        templated = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        sampler_ids = self.tokenizer(templated, add_special_tokens=False).input_ids
         vision = dict(self.images(images=pictures, return_tensors="pt")) if pictures else {}
         grids = vision.get("image_grid_thw", torch.empty(0, 3).long())
-        counts, places = iter((grids.prod(dim=1) // self.images.merge_size**2).tolist()), []
-        for token in sampler_ids:
-            places += [token] * (next(counts) if token == self.image_token else 1)
-        ids = torch.tensor(places)
+        counts, repeated = iter((grids.prod(dim=1) // self.images.merge_size**2).tolist()), []
+        for token in sampler_ids:  # the trainer needs the image token as often as the tower returns features
+            repeated += [token] * (next(counts) if token == self.image_token else 1)
+        ids = torch.tensor(repeated)
         is_image = ids == self.image_token
         kinds = {"image_grid_thw": grids if pictures else None, "mm_token_type_ids": is_image.int()[None]}
         positions = self.skeleton.get_rope_index(ids[None], **kinds)[0][:, 0]
@@ -152,7 +157,7 @@ class Completion:
 
     ids: Tensor  # (L,) with the end token
     sampler_logp: Tensor  # (L,)
-    finished: bool = True  # false: cut off at `max_tokens`
+    finished: bool = True  # false: cut off at `max_tokens`, without an end token
     advantage: float = 0.0
     weight: float = 0.0  # of each of its tokens in the loss
     old_logp: Tensor | None = None  # (L,) of the policy before the first update
@@ -164,21 +169,21 @@ Group = tuple[Prompt, list[Completion]]
 
 @dataclass
 class Packed:
-    """Several groups as one sequence: prompt, prompt', …, c1, …, cG, c1', …"""
+    """Several groups as one sequence of segments: prompt, prompt', …, c1, …, cG, c1', …"""
 
     ids: Tensor  # (1, T)
     positions: Tensor  # (3, 1, T); completions go on after the largest position of their prompt
-    keys: Tensor  # (K,) the token behind each key: a completion's are its prompt's and its own
-    queries: Tensor  # (segments + 1,) where each prompt and completion begins, int32
-    ends: Tensor  # (segments + 1,) where its keys begin, int32
-    longest: tuple[int, int]  # most queries, most keys
+    keys: Tensor  # (K,) which token each key is: a completion attends to its prompt, then to itself
+    query_starts: Tensor  # (segments + 1,) where each segment begins among the T tokens, int32
+    key_starts: Tensor  # (segments + 1,) where its keys begin among the K, int32
+    longest: tuple[int, int]  # most queries and most keys of a segment
     predict_from: Tensor  # (C,) the token whose hidden state predicts each completion token
     targets: Tensor  # (C,)
-    image_tokens: Tensor  # their places in the sequence
+    image_tokens: Tensor  # (image tokens,) their places in the sequence
     features: Tensor | None  # (image tokens, D)
 
     def to(self, device: torch.device) -> "Packed":
-        """Return it on `device`, without a wait of the host."""
+        """Return it on `device`, without making the host wait for the copies."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         if device.type == "cuda":
             tensors = {name: value if value.is_cuda else value.pin_memory() for name, value in tensors.items()}
@@ -186,13 +191,14 @@ class Packed:
 
 
 def starts(lengths: list[int]) -> Tensor:
+    """Return where segments of these lengths begin, and last where they end, as `varlen_attn` wants it."""
     return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
 
 
 def pack(groups: list[Group]) -> Packed:
     """Pack groups. A completion's first token is predicted by its prompt's last one."""
     prompts = [prompt for prompt, _ in groups]
-    done = [(i, each) for i, (_, completions) in enumerate(groups) for each in completions]
+    done = [(i, each) for i, (_, completions) in enumerate(groups) for each in completions]  # i: which prompt
     q_lens = [len(prompt.ids) for prompt in prompts] + [len(each.ids) for _, each in done]
     places = torch.arange(sum(q_lens)).split(q_lens)
     keys, positions, predict_from = [*places[: len(prompts)]], [prompt.positions for prompt in prompts], []
@@ -204,23 +210,27 @@ def pack(groups: list[Group]) -> Packed:
     pictured = [(own, prompt) for own, prompt in zip(places, prompts) if prompt.features is not None]
     image_tokens = [own[prompt.image_places] for own, prompt in pictured]
     return Packed(
-        torch.cat([*(prompt.ids for prompt in prompts), *(each.ids for _, each in done)])[None],
-        torch.cat(positions, dim=1)[:, None],
-        torch.cat(keys),
-        starts(q_lens),
-        starts(k_lens),
-        (max(q_lens), max(k_lens)),
-        torch.cat(predict_from),
-        torch.cat([each.ids for _, each in done]),
-        torch.cat(image_tokens) if pictured else torch.empty(0, dtype=torch.long),
-        torch.cat([prompt.features for _, prompt in pictured]) if pictured else None,
+        ids=torch.cat([*(prompt.ids for prompt in prompts), *(each.ids for _, each in done)])[None],
+        positions=torch.cat(positions, dim=1)[:, None],
+        keys=torch.cat(keys),
+        query_starts=starts(q_lens),
+        key_starts=starts(k_lens),
+        longest=(max(q_lens), max(k_lens)),
+        predict_from=torch.cat(predict_from),
+        targets=torch.cat([each.ids for _, each in done]),
+        image_tokens=torch.cat(image_tokens) if pictured else torch.empty(0, dtype=torch.long),
+        features=torch.cat([prompt.features for _, prompt in pictured]) if pictured else None,
     )
 
 
 def micro_batches(groups: list[Group], budget: int) -> list[list[Group]]:
-    """Cut groups into lists of at most `budget` tokens. Where a group is cut, its prompt is repeated."""
+    """Pack groups into lists of at most `budget` tokens, long ones first, each where it first fits.
+
+    A group that does not fit as a whole is cut, and its prompt repeated. A single completion that is too long with its
+    prompt makes a list of its own.
+    """
     parts: list[list[Group]] = []
-    free: list[int] = []
+    free: list[int] = []  # tokens left in each
     for prompt, completions in sorted(groups, key=lambda group: -sum(len(each.ids) for each in group[1])):
         rest = list(completions)
         while rest:
@@ -251,7 +261,10 @@ def prefix_attention(
     packed: Packed | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention (1, T, H, E) of (1, H, T, E), as transformers calls it: the decoder with `packed`, not the tower."""
+    """Return attention (1, T, H, E) from query, key and value (1, H, T, E), as transformers calls it.
+
+    The decoder is given `packed`; the tower is not.
+    """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, E)
     scale = options.get("scaling")
     if packed is None:  # windows of the tower, in which all patches see each other
@@ -259,7 +272,7 @@ def prefix_attention(
         longest = int(windows.diff().max())
         return attend((q, k, v), (windows, windows), (longest, longest), scale, causal=False)[None], None
     k, v = k[packed.keys], v[packed.keys]  # (K, H, E)
-    return attend((q, k, v), (packed.queries, packed.ends), packed.longest, scale, causal=True)[None], None
+    return attend((q, k, v), (packed.query_starts, packed.key_starts), packed.longest, scale, causal=True)[None], None
 
 
 def attend(
@@ -269,7 +282,11 @@ def attend(
     scale: float | None,
     causal: bool,
 ) -> Tensor:
-    """Attention of each segment's queries to its keys, (T, H, E): one kernel on a GPU, a loop on a CPU."""
+    """Return attention of each segment's queries to its keys, (T, H, E): one kernel on a GPU, a loop on a CPU.
+
+    If causal, a segment's last query sees its last key, the query before it one key less, and so on: the tokens of a
+    completion see all of the prompt before them.
+    """
     if qkv[0].is_cuda:
         from torch.nn.attention.varlen import varlen_attn
 
@@ -277,7 +294,6 @@ def attend(
     q_lens, k_lens = (each.diff().tolist() for each in begins)
     out = []
     for q, k, v in zip(qkv[0].split(q_lens), qkv[1].split(k_lens), qkv[2].split(k_lens)):
-        # aligned at the end: the last query sees the last key
         seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q)) if causal else None
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         out.append(F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)[0].transpose(0, 1))
@@ -287,8 +303,9 @@ def attend(
 class TokenLogp(torch.autograd.Function):
     """Log-probabilities (C,) of targets (C,), from hidden states (C, D) and the head's weight (V, D).
 
-    The derivative of log p(target) by the logits is one_hot(target) − p: it is kept in the dtype of the hidden states,
-    and the logits of a few tokens are in memory at a time.
+    Only `LOGIT_ROWS` tokens have float32 logits at a time. What the backward pass needs of them is the derivative of
+    log p(target) by the logits, one_hot(target) − p. It is kept, (C, V), in the dtype of the hidden states: half as
+    large on a GPU, and the product with the head need not be computed again.
     """
 
     @staticmethod
@@ -300,9 +317,9 @@ class TokenLogp(torch.autograd.Function):
                 logits = torch.mm(hidden[rows], weight.T, out_dtype=torch.float32) / temperature
             else:
                 logits = (hidden[rows] @ weight.T).float() / temperature
-            every = logits.log_softmax(-1)
-            logp[rows] = every.gather(-1, targets[rows, None])[:, 0]
-            slope = -every.exp()
+            log_p = logits.log_softmax(-1)
+            logp[rows] = log_p.gather(-1, targets[rows, None])[:, 0]
+            slope = -log_p.exp()
             slope.scatter_add_(-1, targets[rows, None], torch.ones_like(slope[:, :1]))
             slopes[rows] = (slope / temperature).to(hidden.dtype)
         ctx.save_for_backward(hidden, weight, slopes)
@@ -323,13 +340,13 @@ class Policy(nn.Module):
         self.model = model
 
     def forward(self, groups: list[Group], temperature: float) -> Tensor:
-        packed = pack(groups).to(self.model.model.visual.device)
+        packed = pack(groups).to(self.model.model.visual.device)  # its tower is not sharded
         decoder = self.model.model.language_model
         embedded = decoder.embed_tokens(packed.ids)  # (1, T, D)
         if packed.features is not None:
             first = torch.zeros_like(packed.image_tokens)
             embedded = embedded.index_put((first, packed.image_tokens), packed.features.to(embedded.dtype))
-        no_mask = dict.fromkeys(("full_attention", "sliding_attention"))
+        no_mask = dict.fromkeys(("full_attention", "sliding_attention"))  # given a dict, the decoder builds none
         hidden = decoder(
             inputs_embeds=embedded,
             position_ids=packed.positions,
@@ -341,7 +358,7 @@ class Policy(nn.Module):
 
 
 def load_policy(settings: Settings, device: torch.device) -> Policy:
-    """Load the model in float32, with a frozen tower, and prepare it for packed sequences."""
+    """Load the model with float32 weights and a frozen tower, and prepare it for packed sequences."""
     model = transformers.AutoModelForImageTextToText.from_pretrained(settings.model, dtype=torch.float32)
     model.model.visual.requires_grad_(False).to(device, COMPUTE[device.type])
     # A name with "flash" lets the tower attend to all windows in one call; the decoder's must not have it.
@@ -360,7 +377,10 @@ def load_policy(settings: Settings, device: torch.device) -> Policy:
 
 
 def in_float32(decoder: nn.Module) -> None:
-    """Keep the sum that runs through the layers in float32, and the products in the weights' dtype."""
+    """Keep the residual stream in float32, and compute matrix products in the weights' dtype.
+
+    The embeddings begin the stream. What leaves a norm enters a product, as do the rotary cosines and sines.
+    """
     decoder.embed_tokens.register_forward_hook(lambda _, __, out: out.float())
     for module in decoder.modules():
         if "RMSNorm" in type(module).__name__:
@@ -368,11 +388,12 @@ def in_float32(decoder: nn.Module) -> None:
     decoder.rotary_emb.register_forward_hook(lambda *given: tuple(x.to(decoder.norm.weight.dtype) for x in given[2]))
 
 
-COMPUTE = {"cuda": torch.bfloat16, "cpu": torch.float32}
-
-
 def shard(policy: Policy, device: torch.device) -> Policy:
-    """Cut the float32 weights over all processes; each layer is gathered in bfloat16 when it runs."""
+    """Shard the float32 weights over all processes; each layer is gathered in bfloat16 when it runs.
+
+    The embeddings, the last norm and the head belong to the root: they are gathered for the whole of `Policy.forward`,
+    which may therefore take the head's weight. The tower is frozen and stays whole.
+    """
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     precision = MixedPrecisionPolicy(COMPUTE[device.type], reduce_dtype=torch.float32, cast_forward_inputs=False)
     tower = set(policy.model.model.visual.parameters())
@@ -383,13 +404,13 @@ def shard(policy: Policy, device: torch.device) -> Policy:
 
 @torch.no_grad()
 def see(policy: Policy, prompts: list[Prompt]) -> None:
-    """Let the frozen tower look at the pictures of `prompts`, once for the sampler and all updates."""
+    """Set `features` of all prompts with pictures: the frozen tower runs once for the sampler and all updates."""
     tower, pictured = policy.model.model.visual, [prompt for prompt in prompts if prompt.vision]
-    for some in (pictured[i : i + 16] for i in range(0, len(pictured), 16)):
+    for some in (pictured[i : i + 16] for i in range(0, len(pictured), 16)):  # 16 prompts at a time, for memory
         pixels = torch.cat([prompt.vision["pixel_values"] for prompt in some]).to(tower.device, tower.dtype)
         grids = torch.cat([prompt.vision["image_grid_thw"] for prompt in some])
         out = policy.model.model.get_image_features(pixels, grids.to(tower.device)).pooler_output
-        features = torch.cat([*out]) if isinstance(out, (tuple, list)) else out
+        features = torch.cat([*out]) if isinstance(out, (tuple, list)) else out  # some releases: one for each image
         for prompt, own in zip(some, features.split([len(prompt.image_places) for prompt in some])):
             prompt.features = own
 
@@ -398,38 +419,41 @@ def see(policy: Policy, prompts: list[Prompt]) -> None:
 
 
 class Sampler:
-    """vLLM in this process."""
+    """vLLM in this process: each process has an engine with the whole model, for its own prompts."""
 
     def __init__(self, settings: Settings, encoder: Encoder, most_images: int):
         import vllm
 
         self.settings, self.encoder, self.vllm = settings, encoder, vllm
-        prompt_tokens = settings.max_pixels // 28**2 * max(most_images, 1) + 1024
+        prompt_tokens = settings.max_pixels // 28**2 * max(most_images, 1) + 1024  # 1024 of text
         self.llm = vllm.LLM(
             settings.model,
             dtype="bfloat16" if torch.cuda.is_available() else "float32",
-            seed=0,
+            seed=0,  # each request has its own
             max_model_len=prompt_tokens + settings.max_tokens,
-            max_num_seqs=256,
+            max_num_seqs=256,  # completions at a time; the others wait
             gpu_memory_utilization=settings.gpu_memory,
             distributed_executor_backend="external_launcher",  # torchrun has started the processes
             enable_sleep_mode=torch.cuda.is_available(),
             limit_mm_per_prompt={"image": most_images, "video": 0},
-            enable_mm_embeds=True,
-            logprobs_mode="processed_logprobs",  # after temperature
+            enable_mm_embeds=True,  # requests bring `features`, not pixels
+            logprobs_mode="processed_logprobs",  # after temperature, as the trainer computes them
         )
         generation = self.llm.model_config.try_get_generation_config().get("eos_token_id", [])
-        ends = generation if isinstance(generation, list) else [generation]
-        self.ends = sorted({encoder.tokenizer.eos_token_id, *ends})
+        listed = generation if isinstance(generation, list) else [generation]
+        self.end_tokens = sorted({encoder.tokenizer.eos_token_id, *listed})
 
     def sleep(self) -> None:
         """Give the memory of the weights and of the KV cache back until the next `sync`."""
         if torch.cuda.is_available():
-            self.llm.sleep(level=2)
+            self.llm.sleep(level=2)  # forgets the weights: `sync` sends all of them
 
     @torch.no_grad()
     def sync(self, policy: Policy) -> None:
-        """Hand over the weights one by one, so that no process holds the whole model twice."""
+        """Wake vLLM and hand over the weights one by one, so that no process holds the whole model twice.
+
+        The trainer's shards stay where they are. All processes gather each weight together, in the same order.
+        """
 
         def weights() -> Iterator[tuple[str, Tensor]]:
             for name, weight in policy.model.named_parameters():
@@ -462,18 +486,18 @@ class Sampler:
                     seed=seed,
                     temperature=settings.temperature,
                     max_tokens=settings.max_tokens,
-                    stop_token_ids=self.ends,
-                    ignore_eos=True,  # the ends are listed
-                    logprobs=0,
-                    detokenize=False,
+                    stop_token_ids=self.end_tokens,
+                    ignore_eos=True,  # `stop_token_ids` has it
+                    logprobs=0,  # of the sampled token alone
+                    detokenize=False,  # `step` does it
                 )
             )
         outputs = self.llm.generate(requests, params, use_tqdm=False)
         return [[self.completion(each) for each in output.outputs] for output in outputs]
 
     def completion(self, output: Any) -> Completion:
-        """Return one of vLLM's outputs."""
-        logp = [step[token].logprob for step, token in zip(output.logprobs, output.token_ids)]
+        """Return one of vLLM's outputs, whose last token is an end token unless it was cut off."""
+        logp = [candidates[token].logprob for candidates, token in zip(output.logprobs, output.token_ids)]
         return Completion(torch.tensor(output.token_ids), torch.tensor(logp), output.finish_reason == "stop")
 
 
@@ -491,7 +515,8 @@ def loss_of(logp: Tensor, part: list[Group], settings: Settings) -> Tensor:
     """Return the loss of a micro-batch, from the log-probabilities (C,) of its completion tokens.
 
     Σ w · (β · KL − importance · min(r A, clip(r, 1 ± ε) A)), with r = π / π_old, importance = π_old / π_sampler, and
-    the k3 estimate of the KL divergence (DeepSeekMath, arXiv:2402.03300).
+    the k3 estimate of the KL divergence (DeepSeekMath, arXiv:2402.03300). The sum is over tokens; `update` has set w,
+    the normaliser, from the completions of all processes, so that the sum over all micro-batches is a mean.
     """
     done = [each for _, completions in part for each in completions]
 
@@ -500,6 +525,7 @@ def loss_of(logp: Tensor, part: list[Group], settings: Settings) -> Tensor:
 
     advantage = tokens([torch.full((len(each.ids),), each.advantage) for each in done])
     weight = tokens([torch.full((len(each.ids),), each.weight) for each in done])
+    # With one update, π_old is π itself.
     old = logp.detach() if done[0].old_logp is None else tokens([each.old_logp for each in done])
     ratio = (logp - old).exp()  # 1 at the first update, but its gradient is that of log π
     objective = torch.minimum(ratio * advantage, ratio.clamp(1 - settings.clip, 1 + settings.clip) * advantage)
@@ -507,7 +533,7 @@ def loss_of(logp: Tensor, part: list[Group], settings: Settings) -> Tensor:
         objective *= (old - tokens([each.sampler_logp for each in done])).exp().clamp(max=settings.importance_cap)
     if not settings.beta:
         return -(weight * objective).sum()
-    log_ratio = tokens([torch.zeros(len(each.ids)) if each.ref_logp is None else each.ref_logp for each in done]) - logp
+    log_ratio = tokens([each.ref_logp for each in done]) - logp
     return (weight * (settings.beta * (log_ratio.exp() - log_ratio - 1) - objective)).sum()
 
 
@@ -528,17 +554,21 @@ class Run:
     settings: Settings
     encoder: Encoder
     policy: Policy
-    reference: Policy | None  # the initial model, with a KL term
+    reference: Policy | None  # the initial model, if there is a KL term
     optimizer: torch.optim.Optimizer
-    sampler: "Sampler | None" = None
+    sampler: Sampler | None = None  # made by `train`, last
 
 
 def update(run: Run, groups: list[Group]) -> dict[str, float]:
-    """Take the optimizer steps of one step on this process's groups, whose completions have their advantages."""
+    """Take the optimizer steps of one step on this process's groups, whose completions have their advantages.
+
+    The `mismatch` is the mean of |log π − log π_sampler| over tokens before the first optimizer step.
+    """
     settings, done = run.settings, [each for _, completions in groups for each in completions]
     (count,) = over_processes([len(done)])
     for each in done:
         each.weight = 1 / (count * len(each.ids))  # the mean over completions of the mean over tokens
+    # Without a KL term, an advantage of 0 gives no gradient. Such completions still count in the mean.
     kept = [(prompt, [each for each in some if each.advantage or settings.beta]) for prompt, some in groups]
     parts = micro_batches([group for group in kept if group[1]], settings.micro_batch_tokens)
     (most,) = over_processes([len(parts)], dist.ReduceOp.MAX)
@@ -552,9 +582,9 @@ def update(run: Run, groups: list[Group]) -> dict[str, float]:
     mismatch: list[Tensor] = []
     for i in range(settings.updates):
         for j, part in enumerate(parts):
-            run.policy.set_requires_gradient_sync(j + 1 == len(parts))  # gradients are summed over processes once
+            run.policy.set_requires_gradient_sync(j + 1 == len(parts))  # reduced over processes once
             logp = run.policy(part, settings.temperature)
-            (loss_of(logp, part, settings) * dist.get_world_size()).backward()  # FSDP takes the mean
+            (loss_of(logp, part, settings) * dist.get_world_size()).backward()  # FSDP takes the mean, we want the sum
             sampled = torch.cat([each.sampler_logp for _, some in part for each in some]).to(logp.device)
             if i == 0 and part[0] is not idle:
                 mismatch.append((logp.detach() - sampled).abs())
@@ -568,7 +598,7 @@ def update(run: Run, groups: list[Group]) -> dict[str, float]:
 
 
 def over_processes(values: list[float], how: Any = dist.ReduceOp.SUM) -> list[float]:
-    """Return the sum, or the largest, of each value over all processes."""
+    """Return the sum, or the largest, of each value over all processes, through gloo: the tensor is on the CPU."""
     tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor, how)
     return tensor.tolist()
@@ -592,13 +622,13 @@ def step(run: Run, number: int, rows: list[dict[str, Any]]) -> dict[str, float]:
     """Take one step on this process's rows and return its metrics."""
     clock, tokenizer = Clock(), run.encoder.tokenizer
     with ThreadPoolExecutor(4) as pool:
-        prompts = list(pool.map(run.encoder, rows))
+        prompts = list(pool.map(run.encoder, rows))  # the only threads that this file starts
     see(run.policy, prompts)
     clock("prompts")
     run.sampler.sync(run.policy)  # π_old ← π_θ
     clock("sync")
     completions = run.sampler(prompts, number)
-    run.sampler.sleep()
+    run.sampler.sleep()  # until the next `sync`
     clock("rollout")
     texts = [[tokenizer.decode(each.ids, skip_special_tokens=True) for each in some] for some in completions]
     rewards = torch.tensor([[reward(text, p.answer) for text in some] for some, p in zip(texts, prompts)])
@@ -619,7 +649,11 @@ def step(run: Run, number: int, rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def rows_of_step(rows: list[dict[str, Any]], number: int, settings: Settings) -> list[dict[str, Any]]:
-    """Return this process's rows of a step, of an endless stream that is shuffled anew in each epoch."""
+    """Return this process's rows of a step, of an endless stream that is shuffled anew in each epoch.
+
+    The stream depends on the seed alone, so that a resumed run goes on with the rows it would have had. All completions
+    of a prompt are sampled, scored and trained on by one process.
+    """
     chosen = []
     for position in range(number * settings.prompts, (number + 1) * settings.prompts):
         epoch, index = divmod(position, len(rows))
@@ -628,7 +662,7 @@ def rows_of_step(rows: list[dict[str, Any]], number: int, settings: Settings) ->
 
 
 def save(run: Run, number: int) -> None:
-    """Save the state after `number` steps; it gets its name last, when it is whole."""
+    """Save the state after `number` steps; it gets its name last, when it is whole. Older ones are kept."""
     folder = pathlib.Path(run.settings.output)
     model, moments = get_state_dict(run.policy, run.optimizer)
     dcp.save({"model": model, "optimizer": moments}, checkpoint_id=folder / "writing")
@@ -638,7 +672,10 @@ def save(run: Run, number: int) -> None:
 
 
 def resume(run: Run) -> int:
-    """Load the newest checkpoint of the run; return how many steps it has."""
+    """Load the newest checkpoint of the run, if there is one; return how many steps it has.
+
+    The learning rate comes with the optimizer's state: a new `learning_rate` has no effect.
+    """
     checkpoints = list(pathlib.Path(run.settings.output).glob("checkpoint-*"))
     if not checkpoints:
         return 0
@@ -651,7 +688,7 @@ def resume(run: Run) -> int:
 
 @torch.no_grad()
 def export(run: Run) -> None:
-    """Write the trained model as on the hub, in bfloat16."""
+    """Write the trained model as transformers does, in bfloat16."""
     folder, state = pathlib.Path(run.settings.output) / "final", {}
     for name, weight in run.policy.model.named_parameters():
         full = weight.full_tensor() if isinstance(weight, DTensor) else weight
@@ -664,7 +701,7 @@ def export(run: Run) -> None:
 
 
 def read_rows(settings: Settings) -> list[dict[str, Any]]:
-    """Return the rows; end with one line if there are none, or if the settings do not fit."""
+    """Return the rows; end with one line if there is no file, or if the settings do not fit."""
     file = pathlib.Path(settings.data)
     if not file.is_file():
         sys.exit(f"error: {file} does not exist: give --data rows.jsonl")
@@ -674,11 +711,12 @@ def read_rows(settings: Settings) -> list[dict[str, Any]]:
 
 
 def prepare(settings: Settings, device: torch.device) -> Run:
-    """Load the model, once for the policy and, with a KL term, once as it is now."""
+    """Load the model for the policy and, with a KL term, once more as its frozen reference."""
     encoder = load_encoder(settings)
     policy = shard(load_policy(settings, device), device)
     reference = shard(load_policy(settings, device), device).requires_grad_(False) if settings.beta else None
-    # Before any forward pass: after one without gradients, FSDP shows gathered weights, which no step would reach.
+    # Made before any forward pass. After one without gradients, FSDP keeps the root's weights gathered, and
+    # `parameters` would return those, which the optimizer would change in vain.
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, settings.learning_rate, weight_decay=0.0, fused=device.type == "cuda")
     return Run(settings, encoder, policy, reference, optimizer)
@@ -688,7 +726,7 @@ def train(settings: Settings, device: torch.device) -> None:
     rows = read_rows(settings)
     pathlib.Path(settings.output).mkdir(parents=True, exist_ok=True)
     run = prepare(settings, device)
-    begun = resume(run)
+    begun = resume(run)  # after `prepare`: the reference is the initial model in a resumed run, too
     run.sampler = Sampler(settings, run.encoder, max(len(row.get("images", [])) for row in rows))
     run.sampler.sleep()
     is_main = dist.get_rank() == 0
@@ -706,11 +744,12 @@ def train(settings: Settings, device: torch.device) -> None:
 def launch(settings: Settings) -> None:
     """Train on this process's GPU, or on a CPU."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
-    os.environ |= alone | os.environ  # without torchrun: one process
+    os.environ |= alone | os.environ  # torchrun's variables win; without them, one process
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    # A tensor's device chooses the backend.
     dist.init_process_group("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo")
     train(settings, device)
     dist.destroy_process_group()
