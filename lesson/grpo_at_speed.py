@@ -639,8 +639,9 @@ def step(run: Run, number: int, rows: list[dict[str, Any]]) -> dict[str, float]:
     metrics = update(run, list(zip(prompts, completions)))
     clock("train")
     lengths = [len(each.ids) for some in completions for each in some]
-    sums = over_processes([rewards.sum().item(), sum(lengths), len(lengths)])
-    means = {"reward": sums[0] / sums[2], "length": sums[1] / sums[2]}
+    finished = sum(each.finished for some in completions for each in some)
+    *sums, count = over_processes([rewards.sum().item(), sum(lengths), finished, len(lengths)])
+    means = dict(zip(("reward", "length", "finished"), (total / count for total in sums)))
     gib = torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
     return {"step": number, **means, **metrics, "gib": gib, **clock.parts}
 
@@ -701,13 +702,16 @@ def export(run: Run) -> None:
 
 
 def read_rows(settings: Settings) -> list[dict[str, Any]]:
-    """Return the rows; end with one line if there is no file, or if the settings do not fit."""
+    """Return the rows; end with one line if there are none, or if the settings do not fit."""
     file = pathlib.Path(settings.data)
     if not file.is_file():
         sys.exit(f"error: {file} does not exist: give --data rows.jsonl")
     if settings.prompts % dist.get_world_size() or settings.group < 2:
         sys.exit("error: --prompts must be a multiple of the number of processes, and --group at least 2")
-    return [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+    rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+    if not rows:
+        sys.exit(f"error: {file} has no rows")
+    return rows
 
 
 def prepare(settings: Settings, device: torch.device) -> Run:
@@ -758,7 +762,7 @@ def launch(settings: Settings) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for each in fields(Settings):
-        kind: Any = (lambda text: text == "True") if isinstance(each.default, bool) else type(each.default)
+        kind: Any = (lambda text: text.lower() == "true") if isinstance(each.default, bool) else type(each.default)
         parser.add_argument(f"--{each.name}", type=kind, default=each.default)
     launch(Settings(**vars(parser.parse_args())))
 
