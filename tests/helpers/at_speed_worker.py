@@ -55,7 +55,7 @@ def sampled(prompts: list[at_speed.Prompt]) -> list[at_speed.Group]:
 def main(model: str, data: str, result: str) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    settings = at_speed.Settings(model=model, data=data, beta=0.02, updates=2, micro_batch_tokens=150)
+    settings = at_speed.Settings(model=model, data=data, beta=0.02, updates=2, micro_batch_tokens=110)
     run = at_speed.prepare(settings, torch.device("cpu"))
     optimizer = torch.optim.SGD(run.optimizer.param_groups[0]["params"], RATE)  # Adam turns rounding into steps
     run = at_speed.Run(settings, run.encoder, run.policy, run.reference, optimizer)
