@@ -673,10 +673,7 @@ def save(run: Run, number: int) -> None:
 
 
 def resume(run: Run) -> int:
-    """Load the newest checkpoint of the run, if there is one; return how many steps it has.
-
-    The learning rate comes with the optimizer's state: a new `learning_rate` has no effect.
-    """
+    """Load the newest checkpoint of the run, if there is one; return how many steps it has."""
     checkpoints = list(pathlib.Path(run.settings.output).glob("checkpoint-*"))
     if not checkpoints:
         return 0
@@ -684,6 +681,8 @@ def resume(run: Run) -> int:
     model, moments = get_state_dict(run.policy, run.optimizer)
     dcp.load({"model": model, "optimizer": moments}, checkpoint_id=newest)
     set_state_dict(run.policy, run.optimizer, model_state_dict=model, optim_state_dict=moments)
+    for group in run.optimizer.param_groups:
+        group["lr"] = run.settings.learning_rate  # the checkpoint has that of the run before
     return number
 
 
