@@ -11,6 +11,9 @@ completions of exactly 512 tokens each, one 448x448 noise image per prompt, and 
 has 896x896 images, and W1-short has completions of 128 tokens. `small`, for small GPUs, has 504x504 images and
 completions of 256 tokens; with `--prompts 8`, it produces the figures in docs/adapters.md. Rewards are coin flips.
 
+The weights of the shape `30b`, a mixture of experts, are on no disk: see random_weights.py, and docs/cluster.md for
+its commands.
+
 The limit of a phase is the time for its compute at `MATMUL` FLOP/s or the time for its memory traffic at `BANDWIDTH`
 bytes/s, whichever is longer. Both rates were measured on one H200, with a bare matrix product and a bare copy.
 """
@@ -31,15 +34,24 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, Qwen2_5_VLConfig, Qwen3_5Config
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    Qwen2_5_VLConfig,
+    Qwen3_5Config,
+    Qwen3VLMoeConfig,
+)
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 import grpo
+from apps.bench.random_weights import use_random_weights
 from apps.demo import tiny
 from common import cli, console, distributed, errors, files
 from data import load_split
-from policy.families import attention_windows, head_dim, language_model
+from policy.families import attention_windows, experts_per_token, head_dim, language_model, routed_experts
 from policy.model import Policy
 from training.loop import freeze_garbage_collector
 from training.prompt_stream import PromptStream
@@ -47,14 +59,17 @@ from training.run import Run
 
 MATMUL = 780e12  # FLOP/s of a bare bfloat16 product of two 8192x8192 matrices on one H200
 BANDWIDTH = 4.3e12  # bytes/s of a bare copy on one H200, counting both reads and writes
-Shape = Literal["3b", "7b", "32b", "4b", "tiny"]
-SHAPES = {
+Shape = Literal["3b", "7b", "32b", "4b", "30b", "tiny", "tiny_moe"]
+SHAPES: dict[str, dict[str, Any]] = {
     "3b": dict(hidden=2048, layers=36, heads=16, kv=2, ffn=11008, vocab=151936, tied=True),
     "7b": dict(hidden=3584, layers=28, heads=28, kv=4, ffn=18944, vocab=152064, tied=False),
     "32b": dict(hidden=5120, layers=64, heads=40, kv=8, ffn=27648, vocab=152064, tied=False),
     "4b": dict(hidden=2560, layers=32, heads=16, kv=4, ffn=9216, vocab=248320, tied=True),
+    "30b": dict(hidden=2048, layers=48, heads=32, kv=4, ffn=768, vocab=151936, tied=False, head=128, experts=(8, 128)),
     "tiny": dict(hidden=128, layers=2, heads=4, kv=2, ffn=256, vocab=512, tied=True),
+    "tiny_moe": dict(hidden=128, layers=2, heads=4, kv=2, ffn=64, vocab=512, tied=False, head=32, experts=(2, 8)),
 }
+TINY = ("tiny", "tiny_moe")
 PEERS = ("trl", "verl", "lesson")
 WORKLOADS = {
     "W1": dict(side=448, tokens=512, beta=0.01),
@@ -71,7 +86,7 @@ class BenchFlags:
 
     shape: Shape = "3b"
     """Shape of the model: a Qwen2.5-VL of this size, or a tiny one; 4b: Qwen3.5-4B, with two layers in its
-    vision tower."""
+    vision tower; 30b: Qwen3-VL-30B-A3B, or tiny_moe, both with weights that are sharded as they are made."""
     steps: int = 2
     """Number of measured steps of each kind, after those that warm up."""
     prompts: int = 32
@@ -86,14 +101,16 @@ class BenchFlags:
     """Further flags for grpo.py, as NAME=VALUE."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for bad settings; without a GPU, for any `shape` but "tiny": others need hours there."""
+        """Raise ValueError for bad settings; without a GPU, for any `shape` not in TINY: others need hours there."""
         known = {field.name for field in fields(grpo.Config)}
         for flag in self.flags:
             if "=" not in flag or flag.split("=")[0] not in known:
                 raise ValueError(f"flags: {flag!r} must be NAME=VALUE, with the name of a flag of grpo.py")
         if min(self.steps, self.prompts, self.generations) < 1:
             raise ValueError("steps, prompts and generations must be at least 1")
-        if self.shape != "tiny" and not torch.cuda.is_available():
+        if "experts" in SHAPES[self.shape] and parse_flags(self.flags).get("load_in_4bit"):
+            raise ValueError(f"flags: load_in_4bit needs saved weights, and {self.shape} has none: leave it out")
+        if self.shape not in TINY and not torch.cuda.is_available():
             raise ValueError(f"shape: {self.shape} needs a GPU, and there is none: use --shape tiny")
 
 
@@ -136,7 +153,7 @@ class Config(BenchFlags):
         )
 
 
-def model_shape(shape: str, tokenizer) -> PreTrainedConfig:
+def model_shape(shape: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """Return the configuration of a model of size `shape`, with the special tokens of the byte tokenizer."""
     d, small = SHAPES[shape], tiny.build_model(tokenizer, seed=0).config.to_dict()
     text = dict(
@@ -149,6 +166,8 @@ def model_shape(shape: str, tokenizer) -> PreTrainedConfig:
     )
     if shape == "4b":
         return qwen3_5_shape(d, small, text)
+    if "experts" in d:
+        return qwen3_vl_moe_shape(d, small, text)
     half_head = d["hidden"] // d["heads"] // 2
     temporal = half_head // 4
     height = (half_head - temporal) // 2
@@ -165,7 +184,7 @@ def model_shape(shape: str, tokenizer) -> PreTrainedConfig:
     return Qwen2_5_VLConfig.from_dict(small | changed)
 
 
-def qwen3_5_shape(d: dict[str, int], small: dict, text: dict) -> PreTrainedConfig:
+def qwen3_5_shape(d: dict[str, Any], small: dict, text: dict) -> PreTrainedConfig:
     """Return the configuration of a Qwen3.5 model of the size `d`, with the tokens of model `small`.
 
     `text` begins its decoder's. Its vision tower has two layers only.
@@ -183,18 +202,42 @@ def qwen3_5_shape(d: dict[str, int], small: dict, text: dict) -> PreTrainedConfi
     return Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=d["tied"], **tokens)
 
 
+def qwen3_vl_moe_shape(d: dict[str, Any], small: dict, text: dict) -> PreTrainedConfig:
+    """Return the configuration of a Qwen3-VL mixture of experts of the size `d`, with the tokens of model `small`.
+
+    `text` begins its decoder's. The tower of 30b is the real one: its sizes are the defaults of transformers.
+    """
+    chosen, experts = d["experts"]
+    text |= {name: small["text_config"][name] for name in ("bos_token_id", "eos_token_id")}
+    text |= dict(head_dim=d["head"], moe_intermediate_size=d["ffn"], intermediate_size=3 * d["hidden"])
+    text |= dict(num_experts=experts, num_experts_per_tok=chosen, norm_topk_prob=True, max_position_embeddings=262144)
+    height = 5 * d["head"] // 32
+    rotation = {"rope_type": "default", "rope_theta": 5e6, "mrope_interleaved": True}
+    text["rope_parameters"] = rotation | {"mrope_section": [d["head"] // 2 - 2 * height, height, height]}
+    vision: dict[str, Any] = dict(out_hidden_size=d["hidden"])
+    if d["hidden"] < 1024:
+        vision |= dict(depth=3, hidden_size=64, num_heads=4, intermediate_size=96, num_position_embeddings=64)
+        vision["deepstack_visual_indexes"] = [0, 1]
+    tokens = {name: small[name] for name in small if name.endswith("token_id")}
+    return Qwen3VLMoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=d["tied"], **tokens)
+
+
 def make_model(folder: pathlib.Path, shape: str) -> None:
-    """Write a random bfloat16 model and the byte tokenizer to `folder`, unless it already has a model."""
+    """Write a random bfloat16 model and the byte tokenizer to `folder`, unless it already has a model.
+
+    A shape with experts is written without weights, which `use_random_weights` makes.
+    """
     if (folder / "config.json").is_file():
         return
+    has_weights = "experts" not in SHAPES[shape]
     tokenizer = tiny.byte_tokenizer()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    with torch.device("meta" if not has_weights else "cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForImageTextToText.from_config(model_shape(shape, tokenizer))
     torch.set_default_dtype(torch.float32)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    tiny.save(model, tokenizer, folder)
+    tiny.save(model, tokenizer, folder, has_weights)
     del model
     torch.cuda.empty_cache()
 
@@ -222,16 +265,19 @@ def limits(
     With several GPUs, each GPU has an equal fraction of the prompts. `policy` tells which weights are trained, and how
     many of them this GPU holds.
     """
-    decoder = list(language_model(policy.model).parameters())
+    decoder, engine = list(language_model(policy.model).parameters()), parse_flags(cfg.flags).get("tensor_parallel", 1)
     trained = sum(p.numel() for p in decoder if p.requires_grad) / sum(p.numel() for p in decoder)
     held_here = sum(distributed.local_tensor(p).numel() for p in decoder if p.requires_grad)
     t = config.text_config
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config)
-    layers = sum(parameter.numel() for parameter in language_model(model).layers.parameters())
+    held = sum(parameter.numel() for parameter in language_model(model).layers.parameters())
+    idle = sum(p.numel() - p[0].numel() * experts_per_token(t) for p in routed_experts(model).values())
+    layers = held - idle  # what a token goes through; a step of the rollout reads every expert
     num_layers, head = len(attention_windows(t)), head_dim(t)  # its models have no windows
     lm_head = t.hidden_size * t.vocab_size
-    prompt, prompts = (side // 28) ** 2 + 90, cfg.prompts / distributed.world_size()
+    factor = config.vision_config.patch_size * config.vision_config.spatial_merge_size  # pixels: a token's side
+    prompt, prompts = (side // factor) ** 2 + 90, cfg.prompts / distributed.world_size()
     completions = prompts * cfg.generations * tokens
     packed = prompts * prompt + completions
     # A completion token attends to its prompt and, on average, to half of its completion. `scores` is the number of
@@ -240,7 +286,7 @@ def limits(
     scores = width * (completions * (prompt + tokens / 2) + prompts * prompt * prompt / 2)
     forward = 2 * (layers * packed + lm_head * completions) + 4 * scores
     cache = 2 * num_layers * t.num_key_value_heads * head * 2  # bytes per token
-    read = tokens * (2 * (layers + lm_head) + prompts * cfg.generations * cache * (prompt + tokens / 2))
+    read = tokens * (2 * (held + lm_head) / engine + prompts * cfg.generations * cache * (prompt + tokens / 2))
     return {
         "rollout": max(read / BANDWIDTH, 2 * (layers + lm_head) * completions / MATMUL),
         "reference": forward / MATMUL if beta else 0.0,
@@ -290,6 +336,8 @@ def prepare(folder: pathlib.Path, shape: Shape, sides: set[int], rows: int) -> d
     Call this on every process: the first makes what the others then find.
     """
     distributed.start()
+    if "experts" in SHAPES[shape]:
+        use_random_weights()
     for is_my_turn in (console.is_main(), not console.is_main()):
         if is_my_turn:
             make_model(folder / shape, shape)

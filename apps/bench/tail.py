@@ -223,7 +223,7 @@ def show(results: list[dict]) -> None:
 
 
 def main(cfg: Config) -> None:
-    side = 84 if cfg.shape == "tiny" else 448
+    side = 84 if cfg.shape in speed.TINY else 448
     data = speed.prepare(pathlib.Path(cfg.folder), cfg.shape, {side}, 4 * cfg.prompts)[side]
     run = grpo.set_up(cfg.training_config(data, max(cfg.oversample)))
     ForcedLengths(run.collector.engine, cfg)

@@ -88,7 +88,7 @@ def measure(run: Run, data: str, cfg: Config, name: str) -> dict[str, float]:
 
 def main(cfg: Config) -> None:
     plugins.import_file(str(HERE / "crop.py"))
-    side = 84 if cfg.shape == "tiny" else 448
+    side = 84 if cfg.shape in speed.TINY else 448
     data = speed.prepare(pathlib.Path(cfg.folder), cfg.shape, {side}, cfg.prompts * (cfg.steps + 1))[side]
     run = grpo.set_up(cfg.training_config(data))
     run.collector.engine.stop = run.collector.engine.stop[:0]

@@ -143,9 +143,16 @@ def build_model(
     return model
 
 
-def save(model: transformers.PreTrainedModel, tokenizer: Any, folder: pathlib.Path) -> None:
-    """Save weights, configs, tokenizer, chat template and image processor in Hugging Face layout."""
-    model.save_pretrained(folder)
+def save(model: transformers.PreTrainedModel, tokenizer: Any, folder: pathlib.Path, has_weights: bool = True) -> None:
+    """Save weights, unless the model is without, configs, tokenizer, chat template and image processor in Hugging Face
+    layout.
+    """
+    if has_weights:
+        model.save_pretrained(folder)
+    else:
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     patch_size = model.config.vision_config.patch_size
     images = transformers.Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=1280 * 28 * 28, patch_size=patch_size)
