@@ -22,6 +22,7 @@ from rewards import get_task
 from rollout import ENGINES, EngineEntry
 
 MODELS = {size.lower(): f"Qwen/Qwen2.5-VL-{size}-Instruct" for size in ("3B", "7B", "32B")}
+MODELS["30b"] = "Qwen/Qwen3-VL-30B-A3B-Instruct"
 METHODS: dict[str, dict[str, Any]] = {  # ways to train, and their flags
     "full": {},
     "full, moments in host memory": {"offload_optimizer": True},
@@ -41,7 +42,8 @@ class Config(config.Config):
     memory: float = 80.0
     """Memory of each GPU in GB, as in its name."""
     model: str = "3b"
-    """3b, 7b or 32b (a Qwen2.5-VL of this size), a folder, or a hub name, of which only config.json is read."""
+    """3b, 7b or 32b (a Qwen2.5-VL of this size), 30b (Qwen3-VL-30B-A3B), a folder, or a hub name, of which only
+    config.json is read."""
     data: str = "train.jsonl"
     """Data set in the commands."""
 

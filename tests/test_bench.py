@@ -1,8 +1,14 @@
-"""The benchmarks, with the tiny model on a CPU: that they run, and that another trainer gets the same work."""
+"""The benchmarks, with the tiny model on a CPU: that they run, and that another trainer gets the same work.
+
+Also guards against weights that are made anew on each process, against a sampler that keeps its own, and against a
+shape of another size than its name says.
+"""
 
 import json
 
 import pytest
+import torch
+import transformers
 
 from tests.helpers.marks import needs
 from tests.helpers.scripts import run_script
@@ -11,6 +17,7 @@ pytest.importorskip("parts.turns", reason="needs parts/turns, which is not here"
 pytest.importorskip("apps", reason="needs apps/, which is not here")
 
 from apps.bench import speed, tail, turns
+from apps.demo.tiny import byte_tokenizer
 
 SMALL = ["--shape=tiny", "--prompts=1", "--steps=1", "--flags", "compile=false"]  # further flags of grpo.py may follow
 
@@ -72,6 +79,65 @@ def test_flags_of_a_bench_are_checked_first(bench):
 def test_every_value_of_oversample_is_checked_first():
     with pytest.raises(ValueError, match="oversample is too small"):
         tail.Config(shape="tiny", prompts=4, oversample=(1.01, 2.5))
+
+
+# --- a mixture of experts without saved weights -----------------------------------------------------------------------
+
+needs_experts = needs("parts/families")
+
+
+def test_the_mixture_has_the_size_of_its_name():
+    config = speed.model_shape("30b", byte_tokenizer())
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert experts == 48 * 128 * 3 * 2048 * 768
+    assert round(model.num_parameters() / 1e9, 2) == 31.07
+    assert round((model.num_parameters() - experts * 15 / 16) / 1e9, 1) == 3.9  # with 8 of 128 experts, and the tower
+
+
+@needs_experts
+def test_weights_that_are_sharded_as_they_are_made_depend_on_their_names_alone(tmp_path):
+    """A reference begins like its policy, and what is no weight is as in a model that is built at once."""
+    weights = {}
+    for processes in (1, 2):
+        arguments = ("tests/helpers/random_weights_worker.py", tmp_path, tmp_path / f"{processes}.pt")
+        done = run_script(*arguments, processes=processes)
+        assert done.returncode == 0, done.stderr[-3000:]
+        weights[processes] = torch.load(tmp_path / f"{processes}.pt")
+    torch.testing.assert_close(weights[1], weights[2], rtol=0, atol=0)
+    policy, adapter = weights[1]["policy"], weights[1]["adapter"]
+    torch.testing.assert_close(weights[1]["reference"], policy, rtol=0, atol=0)
+    assert {bool(tensor.any()) for name, tensor in adapter.items() if ".lora_B." in name} == {False}
+    assert {bool(tensor.any()) for name, tensor in adapter.items() if ".lora_A." in name} == {True}
+    built = transformers.AutoModelForImageTextToText.from_config(speed.model_shape("tiny_moe", byte_tokenizer()))
+    tensors = {f"model.{name}": each for name, each in [*built.named_parameters(), *built.named_buffers()]}
+    assert tensors.keys() == policy.keys()
+    for name, tensor in tensors.items():
+        if tensor.ndim == 1:
+            assert torch.equal(tensor, policy[name]), f"{name}: norms, biases and tables are the same in every model"
+        else:
+            assert abs(policy[name].std() / tensor.std() - 1) < 0.1, name
+    assert len({float(tensor.flatten()[0]) for tensor in policy.values() if tensor.ndim > 1}) > 20
+
+
+@needs_experts
+def test_the_first_sync_brings_the_sampler_its_weights(tmp_path):
+    """Until then, they are NaN. No weight is on the disk."""
+    folders = [f"--folder={tmp_path}/bench", f"--results={tmp_path}/results"]
+    flags = ["--shape=tiny_moe", "--workloads=small", "--prompts=2", "--generations=2", "--steps=1", "--flags"]
+    flags += ["compile=false", "lora_rank=4"]
+    process = run_script("apps/bench/speed.py", *folders, *flags, processes=2)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert 0 < report(tmp_path / "results")["workloads"]["small"]["sampling/logp_difference_mean"] < 1e-5
+    assert not list((tmp_path / "bench").rglob("*.safetensors"))
+
+
+def test_weights_that_are_not_saved_cannot_be_quantised():
+    with pytest.raises(
+        ValueError, match="flags: load_in_4bit needs saved weights, and tiny_moe has none: leave it out"
+    ):
+        speed.Config(shape="tiny_moe", flags=("lora_rank=4", "load_in_4bit=true"))
 
 
 @needs("parts/partial.py")

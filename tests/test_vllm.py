@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from common.files import read_jsonl
+from tests.helpers.marks import needs
 from tests.helpers.models import (
     FAMILIES,
     WITH_IMAGES,
@@ -295,6 +296,19 @@ def test_family_through_vllm(family, tmp_path):
     assert len(differences(rows)) == 3, "without a push, vLLM samples nothing that can be compared"
     assert all(row["grad_norm"] > 0 for row in rows), "each push must bring other weights"
     assert worst < (0.005 if in_bfloat16 else TOLERANCE)
+
+
+@needs("apps")
+def test_a_bench_needs_no_saved_weights(tmp_path):
+    """vLLM starts from a folder without weights, and the first sync brings all of them."""
+    folders = [f"--folder={tmp_path}/bench", f"--results={tmp_path}/results"]
+    flags = ["--shape=tiny_moe", "--workloads=small", "--prompts=2", "--generations=2", "--steps=1", "--flags"]
+    flags += ["compile=false", "lora_rank=4", "engine=vllm", "vllm_memory=0.1", "check_sync=true"]
+    process = run("apps/bench/speed.py", *folders, *flags)
+    assert process.returncode == 0, process.stderr[-6000:]
+    (path,) = (tmp_path / "results").glob("*.json")
+    assert 0 < json.loads(path.read_text())["workloads"]["small"]["sampling/logp_difference_mean"] < TOLERANCE
+    assert not list((tmp_path / "bench").rglob("*.safetensors"))
 
 
 # --- episodes of several turns ----------------------------------------------------------------------------------------
