@@ -10,7 +10,7 @@ show .venv/bin/python grpo.py --plugin examples/zoom.py --env zoom --max_turns 2
   --template recipes/zoom.jinja --model "$tiny/model" --data "$tiny/train/data.jsonl" \
   --eval_data "$tiny/test/data.jsonl" --output "$run" --overwrite --seed "$seed" --train_vision \
   --min_pixels 1764 --max_pixels 1764 --max_prompt_length 48 --max_completion_length 24 \
-  --max_steps 50 --eval_every 10 --learning_rate 3e-4 "${given_flags[@]}"
+  --max_steps 50 --eval_every 10 --learning_rate 3e-4 --warmup 5 "${given_flags[@]}"  # else, one seed unlearns the calls
 
 title="3/4  Before and after, on the same held-out pictures" evaluate_run "$run"
 title="4/4  Without the pictures, of which only the size is left" evaluate_run "$run" --picture blank \
