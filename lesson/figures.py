@@ -226,7 +226,7 @@ def hacking() -> None:
 def strip() -> None:
     """A held-out picture: what the model enlarges and answers before and after `./run.sh zoom`."""
     plugins.import_file("examples/zoom.py")
-    folder, side = "runs/tiny/zoom-0", zoom.SEEN**2
+    folder, side = "runs/tiny/zoom-1", zoom.SEEN**2
     processor = load_processor(f"{folder}/model", "vqa", "recipes/zoom.jinja", min_pixels=side, max_pixels=side)
     processor = use_environment(processor, "zoom", max_turns=2, max_seen=48)
     samples = load_samples(f"{folder}/test/data.jsonl", "vqa")[:60]

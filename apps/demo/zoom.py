@@ -1,6 +1,6 @@
 """Build the model and the data of `./run.sh zoom`: a digit so small in its picture that the model has to zoom in.
 
-    python -m apps.demo.zoom --output runs/tiny/zoom-0
+    python -m apps.demo.zoom --seed 1 --output runs/tiny/zoom-1
 
 The picture has 336 x 336 pixels, and the model sees it at 42 x 42, where the scan of a handwritten digit is a blob of
 4.5 pixels. The tool of examples/zoom.py enlarges a part of it. The model is that of `tiny.py` with smaller patches, and
