@@ -60,7 +60,7 @@ def prepare(turns: bool) -> list[str]:
     """Make the model and the rows, and return the flags that name them, with those of the demo."""
     folder = ROOT / "runs" / "tiny" / ("zoom-1" if turns else "count-0")
     if not (folder / "model").is_dir():
-        module = ["apps.demo.zoom"] if turns else ["apps.demo.tiny", "--task", "count", "--seed", "0"]
+        module = ["apps.demo.zoom", "--seed", "1"] if turns else ["apps.demo.tiny", "--task", "count", "--seed", "0"]
         subprocess.run([sys.executable, "-m", *module, "--output", str(folder)], cwd=ROOT, check=True)
     rows = "/data.jsonl" if turns else ""
     files = f"--model {folder}/model --data {folder}/train{rows} --eval_data {folder}/test{rows}"

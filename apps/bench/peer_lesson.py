@@ -16,7 +16,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -26,6 +27,8 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 import speed
 
 from lesson import grpo_at_speed as lesson
+
+Part = Literal["prefix", "packing", "chunks", "compile", "sum", "masters", "pieces", "sleep", "process"]
 
 
 @dataclass
@@ -40,12 +43,8 @@ class Config:
     """Number of prompts per step, on all processes together, with 8 completions each."""
     micro_batch_tokens: int = 8192
     """Number of tokens of a forward and backward pass."""
-    without: str | None = None
-    """A part to leave out: prefix, packing, chunks, compile, sum, masters, pieces, sleep or process."""
-
-    def __post_init__(self) -> None:
-        if self.without and self.without not in WITHOUT:
-            raise ValueError(f"without: {self.without!r} is none of {', '.join(WITHOUT)}")
+    without: Part | None = None
+    """A part to leave out; the functions below say what each one is."""
 
 
 # --- what is left out -------------------------------------------------------------------------------------------------
@@ -74,7 +73,7 @@ def compiler() -> None:
 
 
 def float32_sum() -> None:
-    """Keep the sum that runs through the layers in bfloat16."""
+    """Keep the residual stream in bfloat16."""
     lesson.in_float32 = lambda _: None
 
 
@@ -90,25 +89,19 @@ def masters() -> None:
 
 def pieces() -> None:
     """Gather all weights before the first is handed over."""
-    load = lesson.Sampler.sync
+    hand_over = lesson.Sampler.sync
 
     def sync(self: lesson.Sampler, policy: lesson.Policy) -> None:
         apply = self.llm.apply_model
-        self.llm.apply_model = lambda push: apply(lambda model: push(Whole(model)))
-        load(self, policy)
+
+        def apply_at_once(push: Callable[[Any], None]) -> None:
+            apply(lambda model: push(SimpleNamespace(load_weights=lambda weights: model.load_weights(list(weights)))))
+
+        self.llm.apply_model = apply_at_once
+        hand_over(self, policy)
         self.llm.apply_model = apply
 
     lesson.Sampler.sync = sync
-
-
-class Whole:
-    """A model that takes the weights of a list."""
-
-    def __init__(self, model: Any):
-        self.model = model
-
-    def load_weights(self, weights: Any) -> None:
-        self.model.load_weights(list(weights))
 
 
 def sleep() -> None:
@@ -131,9 +124,11 @@ def process() -> None:
 
     @torch.no_grad()
     def sync(self: lesson.Sampler, policy: lesson.Policy) -> None:
-        state = {name: weight.to(torch.bfloat16) for name, weight in policy.model.named_parameters()}
-        whole = {name: w.full_tensor() if isinstance(w, lesson.DTensor) else w for name, w in state.items()}
-        lesson.save_file({name: weight.cpu() for name, weight in whole.items()}, folder / "model.safetensors")
+        state = {}
+        for name, weight in policy.model.named_parameters():
+            full = weight.full_tensor() if isinstance(weight, lesson.DTensor) else weight
+            state[name] = full.to("cpu", torch.bfloat16)
+        lesson.save_file(state, folder / "model.safetensors")
         self.llm.wake_up(tags=["weights"])
         self.llm.collective_rpc("reload_weights")
         self.llm.wake_up(tags=["kv_cache"])
@@ -142,7 +137,7 @@ def process() -> None:
     vllm.LLM, lesson.Sampler.sync = make_there, sync
 
 
-WITHOUT: dict[str, Callable[[], None]] = {
+WITHOUT: dict[Part, Callable[[], None]] = {
     "prefix": prefix,
     "packing": packing,
     "chunks": chunks,
