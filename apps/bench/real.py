@@ -19,6 +19,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +48,9 @@ EVAL_EVERY = {"real": 20, "vlm": 10}
 MODELS = {"real": "runs/real/data/model", "vlm": "runs/vlm/sft-0/final"}
 COLOURS = {"grpo": "tab:blue", "trl": "tab:orange"}
 NAMES = {"grpo": "grpo-vlm", "trl": "TRL 1.16"}
-GIB_TOGETHER = 24  # GPU memory of each of several runs of this project on one GPU
+GIB_TOGETHER = {"real": 24, "vlm": 32}  # GPU memory of each of several runs of this project on one GPU
+START_APART = 35  # seconds between the starts of such runs: vLLM does not start while free memory changes
+starting = threading.Lock()
 
 
 @dataclass
@@ -67,7 +70,7 @@ class Config:
     steps: int = 100
     """Number of steps of a run."""
     flags: tuple[str, ...] = ()
-    """Further flags for grpo.py, as NAME=VALUE; of these, TRL knows learning_rate alone."""
+    """Further flags for grpo.py, as NAME=VALUE, or NAME=true; of these, TRL knows learning_rate alone."""
     together: int = 1
     """Number of runs at a time on each GPU."""
     results: str | None = None
@@ -116,9 +119,10 @@ def command(cfg: Config, program: str, seed: int, folder: pathlib.Path) -> list[
     }
     settings |= {"model": cfg.model, "output": f"{folder}/run", "seed": seed, "max_steps": cfg.steps}
     settings |= {"eval_every": EVAL_EVERY[cfg.recipe], "save_every": 0, "report_every": 0}
-    settings |= {"gpu_memory": GIB_TOGETHER} if cfg.together > 1 else {}
+    settings |= {"gpu_memory": GIB_TOGETHER[cfg.recipe]} if cfg.together > 1 else {}
     settings |= dict(flag.split("=", 1) for flag in cfg.flags)
-    given = itertools.chain.from_iterable((f"--{name}", str(value)) for name, value in settings.items())
+    pairs = ((f"--{name}",) if value == "true" else (f"--{name}", str(value)) for name, value in settings.items())
+    given = itertools.chain.from_iterable(pairs)
     return [sys.executable, "grpo.py", *recipe, *given, "--overwrite"]
 
 
@@ -152,19 +156,16 @@ def train(cfg: Config, program: str, seed: int, places: queue.Queue[str]) -> str
     folder = pathlib.Path(cfg.output) / name
     folder.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": place, "MASTER_PORT": str(29600 + hash(name) % 10000)}
-    started = time.perf_counter()
     with (folder / "log.txt").open("w") as log:
-        finished = subprocess.run(
-            command(cfg, program, seed, folder),
-            cwd=ROOT,
-            env=environment,
-            stdout=log,
-            stderr=log,
-            check=False,
-        )
+        with starting:
+            started = time.perf_counter()
+            line = command(cfg, program, seed, folder)
+            process = subprocess.Popen(line, cwd=ROOT, env=environment, stdout=log, stderr=log)
+            time.sleep(START_APART if cfg.together > 1 else 0)
+        status = process.wait()
     places.put(place)
-    if finished.returncode:
-        return f"{name} failed with status {finished.returncode}; see {folder / 'log.txt'}"
+    if status:
+        return f"{name} failed with status {status}; see {folder / 'log.txt'}"
     result = {"program": program, "flags": cfg.flags, "steps": cfg.steps, "seed": seed, "together": cfg.together}
     result |= read_run(program, folder) | {"total": time.perf_counter() - started} | speed.provenance()
     with open(cfg.results, "a") as file:
