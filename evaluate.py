@@ -123,6 +123,7 @@ def generate_responses(
     place = device if cfg.load_in_4bit else torch.device("cpu")
     adapted = load_policy(cfg.model, flags, place) if cfg.adapter else None
     engine = start_sampler(cfg, processor, max_images(samples, processor), adapted, device)
+    distributed.use_one_thread(device)
     settings, folder = resume_key(cfg, samples), pathlib.Path(cfg.output)
     try:
         outputs = sample_rows(engine, processor, asked, cfg, open_progress(folder, settings))

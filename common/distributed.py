@@ -58,6 +58,16 @@ def start() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
+def use_one_thread(device: torch.device) -> None:
+    """With a GPU, let PyTorch use one thread for its work on the CPU, as under torchrun, unless OMP_NUM_THREADS is set.
+
+    To be called once models are loaded, which uses all cores. With a thread for each core, packing a micro-batch took
+    67 ms on a busy host, and 16 threads that prepare pictures kept 25 cores busy with waiting (docs/log.md).
+    """
+    if device.type == "cuda" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+
+
 def shutdown() -> None:
     """Leave the process group, whose gloo threads may otherwise abort the process while the interpreter shuts down."""
     if dist.is_initialized() and not torch.cuda.is_available():  # vLLM's CUDA graphs may hold NCCL communicators

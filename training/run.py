@@ -63,10 +63,7 @@ def start(
     state = check_state(cfg, stream, resume) if resume.checkpoint else {}
     make = make or collector_of(cfg, state, resume.checkpoint)
     policy, reference, teacher, engine, tokens = load_models(cfg, stream.processor, limits, device)
-    if device.type == "cuda" and "OMP_NUM_THREADS" not in os.environ:
-        # As under torchrun. With a thread for each core, packing a micro-batch took 67 ms on a busy host (docs/log.md).
-        # Not earlier, since loading uses all cores, and not later, since torch.compile would compile everything anew.
-        torch.set_num_threads(1)
+    distributed.use_one_thread(device)  # not later, since torch.compile would compile everything anew
     clock = Clock()
     interrupted: list[int] = []  # shared by the owners, as the clock is
     collector = make(cfg, stream, engine, scorer, clock, interrupted)
