@@ -28,6 +28,7 @@ from common import console, plugins
 from common.errors import UserError, require
 
 RECIPES = pathlib.Path(__file__).parent / "recipes"
+LORA_ALPHA = 32.0
 
 
 def with_recipe(arguments: list[str]) -> list[str]:
@@ -188,10 +189,10 @@ class RewardFlags(VerifierFlags):
 class PolicyFlags:
     """The flags of the policy and its optimizer."""
 
-    default_rates = (1e-6, 1e-5)  # of all weights, of an adapter (docs/adapters.md)
+    default_rates = (1e-6, 3e-5)  # of all weights, of an adapter (docs/adapters.md)
 
     learning_rate: float | None = None
-    """Peak learning rate of AdamW. Unset: that of the run to resume, or 1e-6 for all weights, 1e-5 for an adapter."""
+    """Peak learning rate of AdamW. Unset: that of the run to resume, or 1e-6 for all weights, 3e-5 for an adapter."""
     vision_rate: float | None = None
     """Peak learning rate of the vision tower and the projector; needs `train_vision`. Unset: `learning_rate`."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -219,7 +220,7 @@ class PolicyFlags:
     lora_rank: int = 0
     """Rank of a LoRA adapter to train on top of the frozen model; 0: train the model itself."""
     lora_alpha: float = 0.0
-    """α of the LoRA adapter, which is scaled by α / rank; 0: twice the rank."""
+    """α of the LoRA adapter, which is scaled by α / rank; 0: 32, so that one learning rate suits every rank."""
     lora_dropout: float | None = None
     """Probability with which an input of the LoRA adapter is dropped in training updates; sampling and the reference
     have no dropout. Unset: 0 for a new adapter, and the saved probability for `adapter`."""
@@ -267,6 +268,7 @@ class PolicyFlags:
             raise ValueError("lora_experts applies to a new adapter without dropout: give lora_rank, not lora_dropout")
         if self.lora_dropout is not None and not (0 <= self.lora_dropout < 1 and self.has_adapter):
             raise ValueError("lora_dropout must be in [0, 1) and needs an adapter: give lora_rank or adapter")
+        self.lora_alpha = self.lora_alpha or (LORA_ALPHA if self.lora_rank else 0.0)  # checkpoints hold what it was
 
     @property
     def has_adapter(self) -> bool:

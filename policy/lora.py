@@ -58,7 +58,7 @@ def new_adapter(
 
     layers = language_model(model).layers
     stacks = [layers, vision_blocks(model)] if vision else [layers]
-    settings: dict[str, Any] = dict(r=rank, lora_alpha=alpha or 2 * rank, lora_dropout=dropout)
+    settings: dict[str, Any] = dict(r=rank, lora_alpha=alpha, lora_dropout=dropout)
     settings["target_modules"] = "|".join(_linear_layers(model, stack) for stack in stacks if stack)
     if experts:
         parameters = {name.partition(".")[2] for name in routed_experts(model)}

@@ -15,7 +15,7 @@ from common import console
 from common.errors import UserError
 from common.records import Prompt
 from common.templates import answer_end
-from config import PolicyFlags
+from config import LORA_ALPHA, PolicyFlags
 from packing import PackedBatch
 from policy.base_files import LM_HEAD, reading, stored_tensors
 from policy.families import find_family, language_model, load_preprocessors, routers, vision_blocks, vision_parts
@@ -269,10 +269,8 @@ def _set_trained(model: transformers.PreTrainedModel, flags: PolicyFlags) -> Non
         if flags.adapter:
             continue_adapter(model, flags.adapter, flags.lora_dropout)
         else:
-            dropout = flags.lora_dropout or 0.0
-            new_adapter(
-                model, flags.lora_rank, flags.lora_alpha, flags.train_vision, dropout, experts=flags.lora_experts
-            )
+            alpha, dropout = flags.lora_alpha or LORA_ALPHA, flags.lora_dropout or 0.0
+            new_adapter(model, flags.lora_rank, alpha, flags.train_vision, dropout, experts=flags.lora_experts)
     for parameter in vision_parameters(model):
         parameter.requires_grad_(parameter.requires_grad and flags.train_vision)
     for router in routers(model).values():

@@ -261,7 +261,7 @@ def test_dropout_in_compiled_layers_is_the_same_when_a_layer_is_recomputed():
     generator = torch.Generator().manual_seed(1)
     base = build("qwen2_5")
     batch = pack([make_group(base, "qwen2_5", 5, [], [4, 1, 7], generator)]).to("cuda")
-    new_adapter(base, rank=4, alpha=0, vision=False, dropout=0.5)
+    new_adapter(base, rank=4, alpha=8, vision=False, dropout=0.5)
     for name, parameter in base.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(std=0.1, generator=generator)

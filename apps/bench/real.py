@@ -40,8 +40,8 @@ from common.files import read_jsonl
 Program = Literal["grpo", "trl"]
 Recipe = Literal["real", "vlm"]
 TITLES = {
-    "real": "Gemma 3 270M learns to add: 512 held-out sums, greedy; shaded: all seeds",
-    "vlm": "A language model with a new vision tower learns what it sees costs: 512 held-out questions, greedy",
+    "real": "Gemma 3 270M learns to add: 512 held-out sums, greedy; thin: each seed",
+    "vlm": "What does the shape in the picture cost? 512 held-out questions, greedy; thin: each seed",
 }
 ROWS = {"real": ("train.jsonl", "test.jsonl"), "vlm": ("prices-train.jsonl", "prices-some.jsonl")}
 EVAL_EVERY = {"real": 20, "vlm": 10}
@@ -102,7 +102,7 @@ def cut(results: list[dict[str, Any]], steps: int) -> dict[tuple[str, tuple[str,
     for run in sorted(results, key=lambda run: (run["program"], run["flags"], run["seed"])):
         if run["steps"] >= steps:
             curve = [(step, score) for step, score in run["curve"] if step <= steps]
-            groups[run["program"], tuple(run["flags"])][run["seed"]] = run | {"curve": curve}
+            groups[run["program"], tuple(run["flags"])][run["seed"]] = run | {"curve": curve, "whole": run["curve"]}
     return groups
 
 
@@ -191,7 +191,7 @@ def show(results: list[dict[str, Any]], steps: int) -> None:
 
 
 def draw(results: list[dict[str, Any]], path: str, steps: int, recipe: Recipe) -> None:
-    """Draw the mean held-out score of each program with the settings of the recipe, and its range over the seeds."""
+    """Draw the held-out scores of each program with the settings of the recipe: each run, and the mean of the seeds."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4))
@@ -203,7 +203,8 @@ def draw(results: list[dict[str, Any]], path: str, steps: int, recipe: Recipe) -
         scores = [[score for _, score in column] for column in columns]
         label, colour = f"{NAMES[program]}, mean of {len(runs)} seeds", COLOURS[program]
         axes.plot(places, [*map(statistics.mean, scores)], color=colour, marker="o", label=label)
-        axes.fill_between(places, [*map(min, scores)], [*map(max, scores)], color=colour, alpha=0.2)
+        for run in runs.values():
+            axes.plot(*zip(*run["whole"]), color=colour, linewidth=1, alpha=0.5)
     axes.set(xlabel="step", ylabel="held-out answers that are right", ylim=(0, None))
     axes.set_title(TITLES[recipe], fontsize=10)
     axes.legend(loc="lower right")

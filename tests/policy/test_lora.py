@@ -66,7 +66,7 @@ def test_gradients_equal_the_plain_forward(family, vision):
     g = torch.Generator().manual_seed(1)
     grids = [(4, 4)] if family in WITH_IMAGES else []
     groups = [make_group(base, family, 5, grids, [4, 1, 7], g), make_group(base, family, 3, [], [2, 2], g)]
-    new_adapter(base, rank=4, alpha=0, vision=vision)
+    new_adapter(base, rank=4, alpha=8, vision=vision)
     randomise(base)
     packed = copy.deepcopy(base)
     enable_packed_forward(packed)
@@ -121,7 +121,7 @@ def test_the_reference_is_where_the_adapter_started(tiny_model, sft, prompt):
     assert not torch.equal(trained, start)
 
     model = load_model(tiny_model, torch.float32)
-    new_adapter(model, 4, 0, vision=False)
+    new_adapter(model, 4, 8, vision=False)
     randomise(model)
     with reference_weights(model):
         assert torch.equal(plain_logits(model, prompt), base)
@@ -136,7 +136,7 @@ def test_a_new_adapter_is_the_same_wherever_it_is_made():
         model = build("qwen2_5")
         torch.manual_seed(seed)
         state = torch.get_rng_state()
-        new_adapter(model, rank=4, alpha=0, vision=False)
+        new_adapter(model, rank=4, alpha=8, vision=False)
         assert torch.equal(torch.get_rng_state(), state)
         adapters.append(lora.adapter_parameters(model))
     assert any(parameter.any() for parameter in adapters[0].values())

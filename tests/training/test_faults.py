@@ -203,7 +203,7 @@ def test_learning_rate_and_weight_decay_follow_the_new_command(saved, tiny_model
     ("flags", "said"),
     [
         ({}, "1e-06 (the default for all weights)"),
-        ({"lora_rank": 4}, "1e-05 (the default for an adapter)"),
+        ({"lora_rank": 4}, "3e-05 (the default for an adapter)"),
         ({"resume": "checkpoint-2"}, "0.001 (that of the run so far)"),
     ],
 )
