@@ -405,29 +405,17 @@ class GRPOFlags:
     """c: for negative advantages, ratios above c are also clipped (arXiv:1912.09729); 0: no such clipping."""
     teacher: str | None = None
     """A model that teaches (on-policy distillation), with the same vocabulary: a token's advantage gets
-    -teacher_weight · (log π - log ν), with ν the teacher. With a new adapter, the model itself may teach."""
-    teacher_weight: float = 1.0
-    """Weight of the teacher in the advantages; see docs/distillation.md."""
+    -(log π - log ν), with ν the teacher; see docs/distillation.md. With a new adapter, the model itself may teach."""
     teacher_pixels: int = 0
     """Maximum size of an image for the teacher, in pixels; 0: `max_pixels`. It may see more than the model does."""
     beta: float = 0.0
     """β: weight of the KL divergence from the initial model; 0: no KL term and no reference model."""
-    unbiased_kl: bool = False
-    """Multiply the KL estimate by each token's ratio, so that its gradient is unbiased if π_old has sampled the tokens
-    (DeepSeek-V3.2, arXiv:2512.02556); with oversample, set old_logp to sampler for that."""
     old_logp: Literal["policy", "sampler"] = "policy"
     """Source of the log-probabilities under π_old: the trainer (policy) or the sampler. With policy, a step that has
     several updates needs one more forward pass."""
     importance_cap: float = 2.0
-    """Upper limit of the importance weight π_old / π_sampler, which corrects for numerical differences between the
-    sampler and the trainer; 0: no importance weight."""
-    importance_mode: Literal["token_truncate", "sequence_truncate", "sequence_mask"] = "token_truncate"
-    """token_truncate: each token has its own weight, at most `importance_cap`. sequence_truncate: each token has
-    the product of its completion's ratios, at most the cap. sequence_mask: the same, but 0 if the cap is exceeded."""
-    max_logp_difference: float = 0.1
-    """Maximum mean difference, in nats per token, between the sampler's and the trainer's log-probabilities. The run
-    stops if the first update of a step exceeds it; 0: no limit. With `oversample`, tokens of earlier steps are left
-    out."""
+    """Upper limit of a token's importance weight π_old / π_sampler, which corrects for numerical differences between
+    the sampler and the trainer; 0: no importance weight."""
 
     epochs: int = 1
     """Number of passes over the training rows. Prompts that dynamic sampling replaces count too."""
@@ -452,14 +440,12 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
         self.check_env()
         is_group = self.num_generations >= (1 if self.teacher else 2)
         require(is_group, "num_generations must be at least 2, or 1 with a teacher: advantages are relative to a group")
-        require(self.teacher_weight > 0, "teacher_weight must be above 0")
-        require(self.teacher or self.teacher_weight == 1, "teacher_weight needs a teacher: give --teacher MODEL")
         require(self.teacher or not self.teacher_pixels, "teacher_pixels needs a teacher: give --teacher MODEL")
         require(self.temperature > 0, "temperature must be above 0: equal completions have zero advantage")
         for name in ("max_completion_length", "num_iterations", "epochs", "prompts_per_step"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1")
         counts = ("seed", "max_steps", "prompts_per_update", "teacher_pixels", "dynamic_sampling_rounds")
-        factors = ("beta", "importance_cap", "max_logp_difference", "dual_clip")
+        factors = ("beta", "importance_cap", "dual_clip")
         for name in (*counts, *factors):
             require(getattr(self, name) >= 0, f"{name} must not be negative")
         self.prompts_per_update = self.prompts_per_update or self.prompts_per_step
@@ -474,7 +460,6 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
         require(not (self.eval_fraction and self.eval_data), "eval_fraction replaces eval_data: give one of them")
         require(self.clip_low is None or 0 <= self.clip_low <= 1, "clip_low must be between 0 and 1")
         require(self.clip_high is None or self.clip_high >= 0, "clip_high must not be negative")
-        require(self.beta or not self.unbiased_kl, "unbiased_kl needs beta above 0: there is no KL term without it")
 
     def _check_partial_rollouts(self) -> None:
         require(1 <= self.max_staleness <= 100, "max_staleness must be from 1 to 100")
@@ -491,11 +476,9 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
 
     def check_stale_tokens(self, what: str) -> None:
         """Raise ValueError if the loss would not correct for tokens that an earlier step sampled."""
-        by_token = self.importance_cap > 0 and self.importance_mode == "token_truncate"
         require(
-            by_token or self.old_logp == "sampler",
-            f"{what} an importance weight for each token: leave importance_cap above 0 and "
-            "importance_mode at token_truncate, or set old_logp to sampler",
+            self.importance_cap > 0 or self.old_logp == "sampler",
+            f"{what} an importance weight: leave importance_cap above 0, or set old_logp to sampler",
         )
 
     @property

@@ -32,7 +32,7 @@ from torch import Tensor
 from common import distributed
 from common.distillation import with_teacher
 from common.errors import UserError, dataclass, find_entry
-from common.group_stats import EPSILON, deviation, is_varied, sequence_log_ratio, sum_by_completion
+from common.group_stats import EPSILON, deviation, is_varied, sequence_log_ratio
 from common.records import Group, GroupRewards, ScoredGroup
 from common.spans import of_completions, spread_over_tokens
 from packing import PackedBatch
@@ -138,21 +138,6 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor) -> Tensor:
     return difference.exp() - difference - 1
 
 
-def importance_weights(log_ratio: Tensor, completion_of_token: Tensor, cap: float, mode: str) -> tuple[Tensor, Tensor]:
-    """Return the weight π_old / π_sampler of each token's objective, bounded by `cap`. All tensors are (C,).
-
-    `log_ratio` is the token's log(π_old / π_sampler). "token_truncate" takes min(ratio, cap) of each token (truncated
-    importance sampling, Yao et al. 2025). "sequence_truncate" does so with the ratio of the whole completion, the
-    product over its tokens. "sequence_mask" gives completions whose ratio is above the cap a weight of 0 (Liu et al.
-    2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch").
-    """
-    if mode != "token_truncate":
-        log_ratio = sum_by_completion(log_ratio, completion_of_token)
-    ratio = log_ratio.exp()
-    is_capped = ratio > cap
-    return ratio.masked_fill(is_capped, 0.0) if mode == "sequence_mask" else ratio.clamp(max=cap), is_capped
-
-
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
@@ -176,8 +161,8 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor, entropy: Tensor | 
 
     With token weight w, the loss is Σ w · (β · KL − importance · objective). The objective is that of `LOSSES`, a
     function of the ratio r = π_θ / π_old and the advantage. π_old is the policy before the step's first update or, with
-    `--old_logp sampler`, the sampler. KL is the k3 estimate; `--unbiased_kl` multiplies it by each token's r, for an
-    unbiased gradient (DeepSeek-V3.2, arXiv:2512.02556).
+    `--old_logp sampler`, the sampler. The importance weight is min(π_old / π_sampler, `--importance_cap`) of the token,
+    truncated importance sampling (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL").
     """
     values, loss_type, completions = batch.values, LOSSES[cfg.loss_type], batch.completion_of_token
     advantages, counted = values.advantages, values.token_weights > 0  # dummies hold placeholders, which stay finite
@@ -186,22 +171,22 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor, entropy: Tensor | 
         old_logp = values.sampling_logp
     else:  # with one update, r is 1, also if dropout makes π_θ differ from `trainer_logp`
         old_logp = logp.detach() if cfg.updates_per_step == 1 else trainer_logp
-    token_log_ratio = log_ratio = torch.where(counted, logp - old_logp, 0.0)
+    log_ratio = torch.where(counted, logp - old_logp, 0.0)
     if loss_type.ratio == "sequence":
         log_ratio = sequence_log_ratio(log_ratio, completions, values.per_token or bool(cfg.teacher))
     if cfg.teacher:
-        advantages = with_teacher(advantages, trainer_logp, values.teacher_logp, cfg.teacher_weight)
+        advantages = with_teacher(advantages, trainer_logp, values.teacher_logp)
     options = {"entropy": entropy} if loss_type.needs_entropy else {}
     objective, is_clipped = loss_type.objective(logp, log_ratio, advantages, batch, cfg, **options)
     is_capped = torch.zeros_like(counted)
     if cfg.importance_cap and cfg.old_logp == "policy":
-        log_importance = trainer_logp - values.sampling_logp
-        importance, is_capped = importance_weights(log_importance, completions, cfg.importance_cap, cfg.importance_mode)
-        objective = objective * importance
+        importance = (trainer_logp - values.sampling_logp).exp()
+        is_capped = importance > cfg.importance_cap
+        objective = objective * importance.clamp(max=cfg.importance_cap)
     per_token, kl = -objective, torch.zeros_like(logp)
     if cfg.beta:
         kl = kl_estimate(logp, torch.where(counted, values.ref_logp, logp))
-        per_token = per_token + cfg.beta * (kl * token_log_ratio.exp() if cfg.unbiased_kl else kl)
+        per_token = per_token + cfg.beta * kl
     loss = (values.token_weights * per_token).sum()
     sums = {"loss": loss.detach(), "tokens": counted.sum(), "clip_ratio": (is_clipped & counted).sum()}
     sums |= {"kl": (kl * counted).sum().detach(), "importance_capped": (is_capped & counted).sum()}

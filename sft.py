@@ -91,7 +91,6 @@ class Config(RunFlags, PolicyFlags, DataFlags, SFTFlags):  # --help begins with 
     temperature = 1.0
     beta = 0.0
     importance_cap = 0.0
-    max_logp_difference = 0.0
     gpu_memory = 0.0
     vllm_memory = 0.0
     vllm_sequences = 1

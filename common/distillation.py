@@ -3,10 +3,10 @@
 from torch import Tensor
 
 
-def with_teacher(advantages: Tensor, logp: Tensor, teacher_logp: Tensor, weight: float) -> Tensor:
-    """Return A − weight · (log π − log ν) for each token, with π the policy and ν the teacher. All tensors are (C,).
+def with_teacher(advantages: Tensor, logp: Tensor, teacher_logp: Tensor) -> Tensor:
+    """Return A − (log π − log ν) for each token, with π the policy and ν the teacher. All tensors are (C,).
 
-    Added to the advantages, this is gradient descent on weight · KL(π ‖ ν) at each prefix that the policy samples:
+    Added to the advantages, this is gradient descent on KL(π ‖ ν) at each prefix that the policy samples:
 
         KL   = Σ_v π(v) (log π(v) − log ν(v))                                   over the next tokens v
         ∇KL  = Σ_v ∇π(v) (log π(v) − log ν(v)) + Σ_v π(v) ∇log π(v)
@@ -17,4 +17,4 @@ def with_teacher(advantages: Tensor, logp: Tensor, teacher_logp: Tensor, weight:
     does to later prefixes is left out, as in GKD (arXiv:2306.13649) and MiniLLM's single-step part (arXiv:2306.08543).
     `logp` carries no gradient: it is the policy's before the update.
     """
-    return advantages - weight * (logp.detach() - teacher_logp)
+    return advantages - (logp.detach() - teacher_logp)

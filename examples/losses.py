@@ -1,8 +1,9 @@
-"""Three losses of the past year: --plugin examples/losses.py --loss_type sapo, or icepop, or --advantage maxrl."""
+"""Losses of the past year: --plugin examples/losses.py --loss_type sapo, icepop, sequence_mask; --advantage maxrl."""
 
 import torch
 
 import grpo
+from common.group_stats import sum_by_completion
 
 
 def sapo(logp, log_ratio, advantages, batch, cfg):
@@ -14,12 +15,28 @@ def sapo(logp, log_ratio, advantages, batch, cfg):
 
 def icepop(logp, log_ratio, advantages, batch, cfg):
     """Return k · min(r·A, clip(r)·A) where k = π_old / π_sampler is in [0.5, 5], else 0 (IcePop, arXiv:2510.18855)."""
-    if cfg.importance_cap:
-        raise grpo.UserError("--loss_type icepop has an importance weight of its own: set --importance_cap 0")
     objective, is_clipped = grpo.clipped_objective(logp, log_ratio, advantages, batch, cfg)
-    old = logp.detach() if batch.values.trainer_logp is None else batch.values.trainer_logp
-    k = (old - batch.values.sampling_logp).exp()
+    k = log_importance(logp, batch, cfg).exp()
     return torch.where((k >= 0.5) & (k <= 5), k * objective, 0.0), is_clipped
+
+
+def sequence_mask(logp, log_ratio, advantages, batch, cfg):
+    """Return w · min(r·A, clip(r)·A), w the product of a completion's π_old / π_sampler, or 0 if that is above 3.
+
+    TRL's default (Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
+    Mismatch").
+    """
+    objective, is_clipped = grpo.clipped_objective(logp, log_ratio, advantages, batch, cfg)
+    w = sum_by_completion(log_importance(logp, batch, cfg), batch.completion_of_token).exp()
+    return torch.where(w <= 3, w * objective, 0.0), is_clipped
+
+
+def log_importance(logp, batch, cfg):
+    """Return log(π_old / π_sampler) of each token, by which `grpo.batch_loss` must then not weight them, too."""
+    if cfg.importance_cap:
+        raise grpo.UserError(f"--loss_type {cfg.loss_type} has an importance weight of its own: set --importance_cap 0")
+    old = logp.detach() if batch.values.trainer_logp is None else batch.values.trainer_logp
+    return old - batch.values.sampling_logp
 
 
 def maxrl(rewards, weights, cfg):
@@ -28,5 +45,6 @@ def maxrl(rewards, weights, cfg):
     return torch.where(mean > 0, grpo.group_advantages(rewards.total, "none") / mean, 0.0)
 
 
-grpo.LOSSES |= {"sapo": grpo.Loss(sapo, "sequences", 0, 0), "icepop": grpo.Loss(icepop, "sequences", 0.2, 0.2)}
+for objective, clip in ((sapo, 0), (icepop, 0.2), (sequence_mask, 0.2)):
+    grpo.LOSSES[objective.__name__] = grpo.Loss(objective, "sequences", clip, clip)
 grpo.ADVANTAGES["maxrl"] = maxrl

@@ -110,7 +110,10 @@ def test_the_entropy_is_added_to_the_objective(example, monkeypatch):
 
 
 def test_losses_of_the_year_have_the_numbers_of_their_papers(example):
-    """With r = 2, A = 3 and then -3: SAPO's gate is 4 σ(1), or 4 / 1.05 · σ(1.05). IcePop leaves out k = 6."""
+    """With r = 2, A = 3 and then -3: SAPO's gate is 4 σ(1), or 4 / 1.05 · σ(1.05). IcePop leaves out k = 6.
+
+    Of the completions with weights of 2 and 6, as of one with both tokens, `sequence_mask` keeps that of 2.
+    """
     plugin = example("losses")
     advantages, log_ratio = torch.tensor([3.0, -3.0]), torch.tensor([2.0, 2.0]).log()
     got, _ = plugin.sapo(log_ratio, log_ratio, advantages, None, None)
@@ -120,6 +123,9 @@ def test_losses_of_the_year_have_the_numbers_of_their_papers(example):
     values = SimpleNamespace(trainer_logp=torch.tensor([2.0, 6.0]).log(), sampling_logp=torch.zeros(2))
     got, _ = plugin.icepop(log_ratio, log_ratio, advantages, SimpleNamespace(values=values), cfg)
     assert got.tolist() == pytest.approx([2 * 1.2 * 3, 0.0])
+    for completions, want in (([0, 1], [2 * 1.2 * 3, 0.0]), ([0, 0], [0.0, 0.0])):
+        batch = SimpleNamespace(values=values, completion_of_token=torch.tensor(completions))
+        assert plugin.sequence_mask(log_ratio, log_ratio, advantages, batch, cfg)[0].tolist() == pytest.approx(want)
     total = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
     got = plugin.maxrl(GroupRewards(total, total, {}), {}, None)
     assert got.tolist() == [[3.0, -1.0, -1.0, -1.0], [0.0] * 4, [0.0] * 4]

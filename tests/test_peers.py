@@ -20,14 +20,15 @@ from torch import Tensor
 
 from common.records import Rewards, Rollout, ScoredGroup
 from config import Config
-from grpo import LOSSES, group_advantages, importance_weights, token_weights, training_groups
+from grpo import LOSSES, group_advantages, token_weights, training_groups
 from tests.helpers.losses import LossOptions, grpo_loss
 
 BATCHES, BOUND = 100, 1e-6
-P, G, MAX_LENGTH, CAP = 3, 4, 12, 2.0
+P, G, MAX_LENGTH, CAP = 3, 4, 12, 2.0  # examples/losses.py's own cap is 3
 AGGREGATION = {
     "grpo": "seq-mean-token-mean",
     "icepop": "seq-mean-token-mean",
+    "sequence_mask": "seq-mean-token-mean",
     "gspo": "seq-mean-token-mean",
     "dr_grpo": "seq-mean-token-sum-norm",
 }
@@ -58,20 +59,16 @@ def cases() -> list[Case]:
             Case(f"{variant}, KL", LossOptions(**base, beta=0.1)),
             Case(f"{variant}, masked truncated", LossOptions(**base), mask_truncated=True, peers=("trl",)),
         ]
-        if variant != "gspo":  # there, TRL multiplies the KL estimate by the ratio of the completion, not the token's
-            every.append(
-                Case(f"{variant}, unbiased KL", LossOptions(**base, beta=0.1, unbiased_kl=True), peers=("trl",))
-            )
         if variant != "cispo":  # verl clips twice in its "vanilla" loss only
             peers = ("trl",) if variant == "gspo" else ("trl", "verl")
             every.append(Case(f"{variant}, dual clip", LossOptions(**base, dual_clip=1.5), peers=peers))
-        for mode in ("token_truncate", "sequence_truncate", "sequence_mask"):
-            # verl's GSPO has the gradient of GSPO-token, which differs where the weights of a completion's tokens do
-            peers = ("trl",) if (variant, mode) == ("gspo", "token_truncate") else ("trl", "verl")
-            every.append(Case(f"{variant}, {mode}", LossOptions(**base), importance=mode, peers=peers))
+        # verl's GSPO has the gradient of GSPO-token, which differs where the weights of a completion's tokens do
+        peers = ("trl",) if variant == "gspo" else ("trl", "verl")
+        every.append(Case(f"{variant}, importance", LossOptions(**base), importance="token_truncate", peers=peers))
     every.append(Case("grpo, GDPO", LossOptions(), gdpo=True, peers=("verl",)))
     # of examples/losses.py
     every.append(Case("sapo", LossOptions("sapo"), peers=("trl",)))
+    every.append(Case("sequence_mask", LossOptions("sequence_mask"), importance="sequence_mask"))
     return [*every, Case("icepop", LossOptions("icepop"), importance="token_0.5_5", peers=("verl",))]
 
 
@@ -128,10 +125,11 @@ def our_loss(case: Case, batch: Batch, logp: Tensor) -> Tensor:
     if case.mask_truncated:
         weights = weights_of_a_step(case, batch, advantages)
     importance = None
-    if case.importance and case.options.loss_type != "icepop":
-        importance = importance_weights((batch.old - batch.sampling)[batch.mask], rows, CAP, case.importance)[0]
+    has_its_own = case.options.loss_type in ("icepop", "sequence_mask")
+    if case.importance and not has_its_own:
+        importance = (batch.old - batch.sampling)[batch.mask].exp().clamp(max=CAP)
     tensors = logp[batch.mask], batch.old[batch.mask], advantages.flatten()[rows], weights[rows], rows
-    sampling = batch.sampling[batch.mask] if case.options.loss_type == "icepop" else None
+    sampling = batch.sampling[batch.mask] if has_its_own else None
     return grpo_loss(*tensors, case.options, batch.ref[batch.mask], importance, sampling)[0]
 
 
@@ -165,9 +163,9 @@ def trl_loss(case: Case, batch: Batch, logp: Tensor) -> Tensor:
     options, mask = case.options, batch.mask.double()
     if case.mask_truncated:
         mask = mask * ~batch.truncated[:, None]
-    loss_type = "grpo" if options.loss_type == "gspo" else options.loss_type
+    loss_type = "grpo" if options.loss_type in ("gspo", "sequence_mask") else options.loss_type
     args = SimpleNamespace(
-        use_bias_correction_kl=options.unbiased_kl,
+        use_bias_correction_kl=False,
         delta=options.dual_clip or None,
         steps_per_generation=1,
         sapo_temperature_pos=1.0,
@@ -228,7 +226,7 @@ def verl_importance(case: Case, batch: Batch) -> Tensor:
         batch.old - batch.sampling,
         batch.mask.double(),
         rollout_is=level,
-        rollout_is_threshold={"mask": f"1e-30_{CAP}", "truncate": CAP}.get(bound, bound),
+        rollout_is_threshold={"mask": "1e-30_3.0", "truncate": CAP}.get(bound, bound),
     )
     return weights
 

@@ -307,7 +307,6 @@ def test_clevr_has_the_published_settings(monkeypatch):
         "clip_low": 0.2,  # 17: ratio_clip_min
         "clip_high": 0.2,  # 18: ratio_clip_max
         "dual_clip": 0,  # 19: ratio_clip_c
-        "unbiased_kl": False,  # 21: use_on_policy_kl_approximation
         "importance_cap": 0,  # 22: use_importance_sampling_correction
         "loss_type": "dapo",  # 23: token_level_loss
         "keep_last": 3,  # 30: keep_top_k

@@ -34,6 +34,7 @@ from policy.optimizer import ShardAdamW
 from tests.helpers.marks import needs
 from tests.helpers.runs import SMALL, config, metrics, weights
 from tests.helpers.scripts import ROOT, run_script
+from training import guards
 from training import run as training_run
 from training.loop import closing_lines
 from training.run_folder import write_manifest
@@ -199,7 +200,7 @@ def test_the_norm_of_the_gradient_is_bounded(tiny_model, shapes, tmp_path, monke
 
 def test_a_run_at_another_temperature(tiny_model, shapes, tmp_path):
     """The log-probabilities of sampler, trainer and reference are those at this temperature."""
-    grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1, temperature=0.5, beta=0.01, max_logp_difference=0.0))
+    grpo.main(config(tiny_model, shapes, tmp_path, max_steps=1, temperature=0.5, beta=0.01))
     (row,) = metrics(tmp_path)
     assert row["sampling/logp_difference_mean"] < 1e-5
     assert row["kl"] == pytest.approx(0, abs=1e-7)
@@ -285,11 +286,9 @@ VARIANTS = {
     "every option": dict(
         num_iterations=2,
         beta=0.01,
-        unbiased_kl=True,
         dual_clip=3.0,
         advantage="gdpo",
         reward=("format",),
-        importance_mode="sequence_mask",
         drop_last=True,
     ),
     "several updates a step": dict(prompts_per_update=2, micro_batch_tokens=200),
@@ -650,9 +649,10 @@ def test_a_second_overflow_stops_with_advice(tiny_model, shapes, tmp_path, monke
 def test_a_sampler_that_is_another_model_stops_the_run(tiny_model, shapes, tmp_path, monkeypatch):
     """If the sampler's log-probabilities come from a different model, the run stops before training on them."""
     monkeypatch.setattr(rollout.HFEngine, "sync_weights", lambda self, policy: self.model.lm_head.weight.data.mul_(3))
-    with pytest.raises(RunStopped, match=r"step 1: .* differ from the trainer's by .* --max_logp_difference"):
+    with pytest.raises(RunStopped, match=r"step 1: .* differ from the trainer's by .* more than 0.1: try --check_sync"):
         grpo.main(config(tiny_model, shapes, tmp_path / "a", max_steps=1))
-    grpo.main(config(tiny_model, shapes, tmp_path / "b", max_steps=1, max_logp_difference=0.0))
+    monkeypatch.setattr(guards, "MAX_LOGP_DIFFERENCE", 0)
+    grpo.main(config(tiny_model, shapes, tmp_path / "b", max_steps=1))
 
 
 def test_a_sampler_that_differs_in_a_later_update_does_not_stop_the_run(tiny_model, shapes, tmp_path, monkeypatch):

@@ -25,7 +25,6 @@ def test_the_gradient_is_that_of_the_reverse_kl():
     first, second, teacher_first, teacher_second = (
         torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((5,), (5, 5)) * 2
     )
-    weight = 0.7
 
     def log_softmax(*logits):
         return [each.log_softmax(-1) for each in logits]
@@ -50,7 +49,7 @@ def test_the_gradient_is_that_of_the_reverse_kl():
         teacher_logp=teacher_logp.flatten(),
         per_token=False,
     )
-    cfg = grpo.Config(data="x", teacher="t", teacher_weight=weight)
+    cfg = grpo.Config(data="x", teacher="t")
     grpo.resolve_loss(cfg)
     batch = SimpleNamespace(values=values, completion_of_token=torch.arange(25).repeat_interleave(2))
     loss, stats = grpo.batch_loss(cfg, batch, logp.flatten())
@@ -60,7 +59,7 @@ def test_the_gradient_is_that_of_the_reverse_kl():
     kl_first = (one.exp() * (one - teacher_first.log_softmax(-1))).sum()
     kl_second = (two.exp() * (two - teacher_second.log_softmax(-1))).sum(1)  # after each first token
     kl = kl_first + (one.exp().detach() * kl_second).sum()
-    for mine, expected in zip(got, torch.autograd.grad(weight * kl, ours)):
+    for mine, expected in zip(got, torch.autograd.grad(kl, ours)):
         assert (mine - expected).abs().max() < 1e-6
     assert stats["teacher_kl"] / 25 == pytest.approx((logp - teacher_logp).sum().item() / 25)
 
@@ -87,7 +86,7 @@ def test_a_teacher_sees_its_own_pictures(tiny_model, other_model, shapes, tmp_pa
         Image.open(rows[0]["images"][0]).resize((56, 56)).save(small)
         rows[0] |= {"images": [str(small)], "teacher_images": [f"{shapes}/images/00000.png"]}
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = dict(prompts_per_step=1, teacher=other_model, teacher_weight=1.0, dtype="float32")
+    flags = dict(prompts_per_step=1, teacher=other_model, dtype="float32")
     flags |= STUDENT_SEES[student_sees]
     cfg = config(tiny_model, str(tmp_path / "d.jsonl"), tmp_path / "run", **flags)
     run = grpo.set_up(cfg)
@@ -165,9 +164,8 @@ def test_teachers_that_cannot_teach_are_refused(tiny_model, shapes, tmp_path):
         grpo.main(config(tiny_model, shapes, tmp_path / "c", teacher=str(tmp_path / "nowhere")))
     with pytest.raises(UserError, match="would be replaced by this run"):
         grpo.main(config(tiny_model, shapes, tmp_path / "c", teacher=str(tmp_path / "c" / "final")))
-    for flag in ({"teacher_pixels": 100}, {"teacher_weight": 0.5}):
-        with pytest.raises(ValueError, match=f"{next(iter(flag))} needs a teacher"):
-            config(tiny_model, shapes, tmp_path / "d", **flag)
+    with pytest.raises(ValueError, match="teacher_pixels needs a teacher"):
+        config(tiny_model, shapes, tmp_path / "d", teacher_pixels=100)
     thin = tmp_path / "thin.png"
     Image.new("RGB", (3000, 4)).save(thin)
     row = {"prompt": "<image>?", "answer": "1", "images": [f"{shapes}/images/00000.png"], "teacher_images": [str(thin)]}

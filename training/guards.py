@@ -8,6 +8,7 @@ from torch import Tensor
 from common import distributed
 from common.records import Group
 
+MAX_LOGP_DIFFERENCE = 0.1  # nats per token, on average; 0: no limit. A plugin may change it
 NONFINITE_HINT = "try a lower --learning_rate or --dtype float32"
 DIFFERENCES = ("difference", "difference_max", "fresh_tokens", "image_fresh_tokens", "image_difference")
 """What `metrics.logp_difference` returns."""
@@ -35,18 +36,18 @@ def describe_nonfinite(
     return f"loss {stats['loss']:.4g}, gradient norm {grad_norm:.4g}{rows}"
 
 
-def check_logp_difference(stats: dict[str, Tensor], limit: float, is_first_update: bool) -> str | None:
-    """Return an error message if sampler and trainer differ by more than `limit` nats per token on average, else None.
+def check_logp_difference(stats: dict[str, Tensor], is_first_update: bool) -> str | None:
+    """Return an error message if sampler and trainer differ by more than `MAX_LOGP_DIFFERENCE`, else None.
 
-    Later updates of a step are not checked: a step can only be undone before its first update. A limit of 0 allows any
-    difference.
+    Later updates of a step are not checked: a step can only be undone before its first update. Nor are tokens that
+    earlier steps have sampled, with `--oversample`.
     """
     mean = (stats["difference"] / stats["fresh_tokens"].clamp(min=1)).item()
-    if not (is_first_update and limit and mean > limit):
+    if not (is_first_update and MAX_LOGP_DIFFERENCE and mean > MAX_LOGP_DIFFERENCE):
         return None
     return (
-        f"the sampler's log-probabilities differ from the trainer's by {mean:.3f} nats per token on average, more "
-        "than --max_logp_difference: try --check_sync and --dtype float32, or --engine hf to avoid vLLM"
+        f"the sampler's log-probabilities differ from the trainer's by {mean:.3f} nats per token on average, more than "
+        f"{MAX_LOGP_DIFFERENCE:g}: try --check_sync and --dtype float32, or --engine hf to avoid vLLM"
     )
 
 

@@ -118,9 +118,7 @@ def gradients(
     With `interleave`, only every second prompt has images. With `evened_out`, the first process starts with all groups.
     With `gathered_once`, there is memory for the full weights.
     """
-    cfg = Config(
-        data="rows", num_generations=4, prompts_per_step=len(order), max_grad_norm=1e9, max_logp_difference=0, **flags
-    )
+    cfg = Config(data="rows", num_generations=4, prompts_per_step=len(order), max_grad_norm=1e9, **flags)
     resolve_loss(cfg)
     cpu, sharding = torch.device("cpu"), cfg.sharding if cfg.sharding != "auto" else "full"
     policy = apply_fsdp(load_policy(model, cfg, cpu, to_shard=True), cpu, torch.float32, sharding)

@@ -17,7 +17,6 @@ class LossOptions:
     clip_low: float = 0.2
     clip_high: float = 0.2
     beta: float = 0.0
-    unbiased_kl: bool = False
     dual_clip: float = 0.0
 
 
@@ -34,7 +33,7 @@ def grpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of a step of several updates, with this importance weight of each token, and its sums."""
     cap = 0.0 if importance is None else torch.inf
-    flags = {"old_logp": "policy", "updates_per_step": 2, "importance_cap": cap, "importance_mode": "token_truncate"}
+    flags = {"old_logp": "policy", "updates_per_step": 2, "importance_cap": cap}
     flags["teacher"] = None
     if sampling_logp is None:
         sampling_logp = old_logp if importance is None else old_logp - importance.log()
