@@ -15,7 +15,6 @@ The docstring of each flag is its `--help` text.
 """
 
 import argparse
-import math
 import os
 import pathlib
 import shlex
@@ -85,28 +84,27 @@ class RowFlags:
     repeated. A resumed run and ./run.sh eval find the plugins of the run by themselves."""
     image_dir: str | None = None
     """Folder that relative image paths are resolved against; by default, the folder of the data file."""
-    prompt_column: str | None = None
-    """Name of the prompt column; by default, "prompt", a conversation, "problem", "question" or "query"."""
-    answer_column: str | None = None
-    """Name of the column with the gold answers; by default, "answer", "ground_truth", "solution" or "response"."""
-    image_column: str | None = None
-    """Name of the image column; by default, "images" or "image", or "path" if it holds images."""
-    max_megapixels: float = 64.0
-    """Maximum size of an image in millions of pixels, before resizing. Larger images are refused without decoding."""
+    columns: tuple[str, ...] = ()
+    """Names of the rows' columns, such as prompt=text answer=gold images=scan. By default, the prompt is in "prompt", a
+    conversation, "problem", "question" or "query"; the answer in "answer", "ground_truth", "solution" or "response";
+    the images in "images" or "image", or in "path" if it holds images."""
     skip_bad_rows: bool = False
     """Leave out unusable rows and, except in evaluations, duplicate ones. Without this flag, unusable rows stop the
     run. Either way, the first few are listed."""
 
     def check_rows(self) -> None:
         """Raise ValueError for invalid settings."""
-        require(0 < self.max_megapixels < math.inf, "max_megapixels must be above 0")
+        _ = self.named_columns
         loaded = plugins.record()["plugin_sha256"]
         require(all(os.path.realpath(file) in loaded for file in self.plugin), "plugin needs a start by `cli.launch`")
 
     @property
-    def columns(self) -> Columns:
-        """The user's column names."""
-        return Columns(self.prompt_column, self.answer_column, self.image_column)
+    def named_columns(self) -> Columns:
+        """The user's column names. Raises ValueError if what `columns` names is no such column."""
+        pairs = [each.partition("=")[::2] for each in self.columns]
+        is_sane = all(column and name in ("prompt", "answer", "images") for name, column in pairs)
+        require(is_sane, f"columns are prompt=NAME, answer=NAME and images=NAME, not {' '.join(self.columns)}")
+        return Columns(**dict(pairs))
 
 
 @dataclass(kw_only=True)
@@ -236,10 +234,9 @@ class PolicyFlags:
     processes share one copy; hybrid: the processes of each machine share one copy. auto: none if a full copy takes less
     than a third of the GPU's memory; otherwise hybrid, if there are several machines and a shard takes less than two
     thirds of the memory; otherwise full."""
-    offload_optimizer: bool = False
-    """Keep AdamW's moments in host memory between updates."""
-    offload_reference: bool = False
-    """Keep the reference model in host memory and move its layers to the GPU one at a time."""
+    offload: tuple[Literal["optimizer", "reference"], ...] = ()
+    """What to keep in host memory: AdamW's moments (optimizer), which are needed only in an update, or the reference
+    model, whose layers move to the GPU one at a time, or both."""
 
     def check_policy(self) -> None:
         """Raise ValueError for invalid settings."""
@@ -252,8 +249,8 @@ class PolicyFlags:
         if min(self.micro_batch_tokens, self.lora_rank, self.lora_alpha) < 0:
             raise ValueError("micro_batch_tokens, lora_rank and lora_alpha must not be negative")
         self._check_adapter()
-        if self.offload_reference and self.has_adapter:
-            raise ValueError("offload_reference: an adapter needs no reference model; leave out offload_reference")
+        if "reference" in self.offload and self.has_adapter:
+            raise ValueError("offload: an adapter needs no reference model; leave out reference")
         if self.train_router and self.has_adapter:
             raise ValueError("train_router: an adapter leaves the routers frozen; leave out train_router")
         if self.load_in_4bit and not self.has_adapter:

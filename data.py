@@ -44,7 +44,7 @@ from common.templates import (
     write_chat,
 )
 from config import Columns, DataFlags
-from inputs.images import allow_megapixels, check_image, fit_image, read_source
+from inputs.images import check_image, fit_image, read_source
 from inputs.rows import Problem, data_sets, read_rows
 from policy.base_files import reading
 from policy.families import Family, ImageLimits, ImagePreparation, ImageProcessor, find_family, load_preprocessors
@@ -317,8 +317,7 @@ def load_split(
     flags: DataFlags, data: str, task: str | None, processor: Processor, keep_duplicates: bool = False
 ) -> list[Sample]:
     """Like `load_samples`, with the columns, the length limit and `skip_bad_rows` from `flags`."""
-    allow_megapixels(flags.max_megapixels)
-    rows = list(read_rows(data, flags.image_dir, flags.columns, processor))
+    rows = list(read_rows(data, flags.image_dir, flags.named_columns, processor))
     return validate_rows(rows, data, task, processor, flags.max_prompt_length, flags.skip_bad_rows, keep_duplicates)
 
 

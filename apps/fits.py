@@ -25,7 +25,7 @@ MODELS = {size.lower(): f"Qwen/Qwen2.5-VL-{size}-Instruct" for size in ("3B", "7
 MODELS["30b"] = "Qwen/Qwen3-VL-30B-A3B-Instruct"
 METHODS: dict[str, dict[str, Any]] = {  # ways to train, and their flags
     "full": {},
-    "full, moments in host memory": {"offload_optimizer": True},
+    "full, moments in host memory": {"offload": ("optimizer",)},
     "LoRA": {"lora_rank": 64},
     "LoRA, 4-bit": {"lora_rank": 64, "load_in_4bit": True},
 }
@@ -133,8 +133,8 @@ def main(cfg: Config) -> None:
     resolve_loss(replace(cfg))
     if sampler_of(cfg).uses_trainer and cfg.gpus > 1:
         raise UserError(f"--engine {cfg.engine} works in one process only: leave it out, or set --gpus 1")
-    if cfg.has_adapter or cfg.offload_optimizer:
-        raise UserError("leave out --lora_rank, --adapter and --offload_optimizer, which fits tries itself")
+    if cfg.has_adapter or cfg.offload:
+        raise UserError("leave out --lora_rank, --adapter and --offload, which fits tries itself")
     if cfg.env:
         find_entry("env", cfg.env, ENVIRONMENTS)
     for method, flags, row in plans(cfg):
@@ -142,7 +142,7 @@ def main(cfg: Config) -> None:
             print(f"{method}: does not fit: {row['problem']}\n")
             continue
         sizes = ", ".join(f"{name} {size}" for name, size in row.items() if isinstance(size, float) and size)
-        host = f"; {2 * row['gradients'] * cfg.gpus:.0f} in host memory" if flags.offload_optimizer else ""
+        host = f"; {2 * row['gradients'] * cfg.gpus:.0f} in host memory" if flags.offload else ""
         is_fast = row["sampler"] and sampler_of(cfg).title != "transformers"
         sampler = "" if is_fast else ", no vLLM: transformers samples, which is several times slower"
         print(f"{method}: fits, with micro-batches of {row['micro-batch tokens']} tokens{sampler}\n")

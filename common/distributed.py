@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from common.errors import UserError
 
 T = TypeVar("T")
-OOM_HINT = "Try --load_in_4bit with --lora_rank, --offload_optimizer, a smaller --vllm_memory, or more GPUs"
+OOM_HINT = "Try --load_in_4bit with --lora_rank, --offload optimizer, a smaller --vllm_memory, or more GPUs"
 TIMEOUT = datetime.timedelta(minutes=30)  # how long a process waits for the others before the run ends with an error
 
 

@@ -33,19 +33,13 @@ TURNS = {  # orientation -> how to turn the image upright
     8: Image.Transpose.ROTATE_90,
 }
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow starts other programs to decode some other formats
-max_megapixels = 64.0  # set by `allow_megapixels`; replaces Pillow's own limit
+MAX_MEGAPIXELS = 64.0  # larger images are refused before they are decoded; replaces Pillow's own limit
 Image.MAX_IMAGE_PIXELS = None
 BAND = 256  # number of pixel rows that are rescaled at a time
 
 
 class TooLarge(ValueError):
-    """The image has more pixels than `allow_megapixels` allows."""
-
-
-def allow_megapixels(limit: float) -> None:
-    """Refuse images with more than `limit` million pixels from now on. Images are refused before they are decoded."""
-    global max_megapixels
-    max_megapixels = limit
+    """The image has more than `MAX_MEGAPIXELS`."""
 
 
 def decode_image(source: ImageSource) -> Image.Image:
@@ -146,8 +140,8 @@ def _open(source: ImageSource) -> Image.Image:
     if isinstance(content, str | pathlib.Path) and pathlib.Path(content).exists() and not os.path.isfile(content):
         raise ValueError("it is not a file")  # reading a pipe could take forever
     image = Image.open(io.BytesIO(content) if isinstance(content, bytes) else content, formats=FORMATS)
-    if image.width * image.height > max_megapixels * 1e6:
-        limit = f"more than {max_megapixels:g} megapixels (--max_megapixels)"
+    if image.width * image.height > MAX_MEGAPIXELS * 1e6:
+        limit = f"more than {MAX_MEGAPIXELS:g} megapixels"
         raise TooLarge(f"the image is {image.width}x{image.height}, which is {limit}: scale it down")
     return image
 

@@ -15,7 +15,7 @@ from config import DataFlags, EngineFlags, RewardFlags
 
 SHARED = [field for flags in (DataFlags, EngineFlags, RewardFlags) for field in fields(flags) if field.name != "data"]
 # How rows are read and scored, which a benchmark decides itself.
-TASK_FLAGS = ("image_dir", "prompt_column", "answer_column", "image_column", "template", "reward")
+TASK_FLAGS = ("image_dir", "columns", "template", "reward")
 
 
 def run_flags(run: pathlib.Path, given: set[str]) -> dict[str, Any]:

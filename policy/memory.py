@@ -238,8 +238,8 @@ class Plan:
             "--sharding full": self.shards < self.gpus.number,
             "--lora_rank 64": not cfg.has_adapter,
             "--load_in_4bit" if cfg.has_adapter else "--load_in_4bit with it": not cfg.load_in_4bit,
-            "--offload_optimizer": not cfg.offload_optimizer,
-            "--offload_reference": separate_reference and not cfg.offload_reference,
+            "--offload optimizer": "optimizer" not in cfg.offload,
+            "--offload reference": separate_reference and "reference" not in cfg.offload,
             "--beta 0": separate_reference,
         }
         return [hint for hint, applies in hints.items() if applies]
@@ -263,7 +263,7 @@ def plan(policy: Policy, cfg: Config, gpus: GPUs) -> Plan:
     whole_bytes = sum(frozen[p] for p in whole)
     sharded = sum(frozen.values()) - whole_bytes + FLOAT32_BYTES * trained
     own = 0  # weights of a separate reference; it shares a frozen tower with the policy (`load_reference`)
-    if cfg.beta and not has_adapter(policy.model) and not cfg.offload_reference:
+    if cfg.beta and not has_adapter(policy.model) and "reference" not in cfg.offload:
         own = sum(p.numel() for p in parameters if cfg.train_vision or p not in tower)
     reference = own * (FLOAT32_BYTES if AFTER_UPDATE else size)
     if cfg.teacher and not cfg.teaches_itself:
@@ -271,7 +271,7 @@ def plan(policy: Policy, cfg: Config, gpus: GPUs) -> Plan:
         replicated = size * sum(p.numel() for p in vision_parameters(teacher.model))  # its tower; see `apply_fsdp`
         whole_bytes += replicated
         reference += size * num_weights(teacher) - replicated
-    moments, gradients = (0 if cfg.offload_optimizer else MOMENTS_BYTES) * trained, FLOAT32_BYTES * trained
+    moments, gradients = (0 if "optimizer" in cfg.offload else MOMENTS_BYTES) * trained, FLOAT32_BYTES * trained
     sharding = _choose_sharding(cfg, gpus, whole_bytes + sharded + reference + moments + gradients)
     shards = gpus.shards(sharding)
     gathered = 2 * (size + FLOAT32_BYTES) * sum(p.numel() for p in decoder.layers[0].parameters())
@@ -435,7 +435,7 @@ def choose_micro_batch_size(policy: Policy, others: Sequence[Policy], planned: P
     beside_reference = left - size * planned.token_bytes[-1]  # without gradients, a token takes at most as much
     too_large = [
         beside_update < planned.unsharded,
-        cfg.offload_reference or beside_reference < planned.reference * planned.shards,
+        "reference" in cfg.offload or beside_reference < planned.reference * planned.shards,
     ]
     keep = [not each for each in distributed.all_max(torch.tensor(too_large).int()).tolist()]
     policy.keep_unsharded = keep[0]

@@ -90,7 +90,7 @@ def make_adamw(
     groups: list[Any] = [{"params": [], "lr": r, "weight_decay": d} for r in rates for d in (flags.weight_decay, 0.0)]
     for p in parameters or [parameter for parameter in policy.parameters() if parameter.requires_grad]:
         groups[2 * (p in tower) + (p.ndim <= 1)]["params"].append(p)
-    optimizer_class = HostAdamW if flags.offload_optimizer else ShardAdamW
+    optimizer_class = HostAdamW if "optimizer" in flags.offload else ShardAdamW
     optimizer = optimizer_class(groups, fused=next(policy.parameters()).is_cuda)
     init_adam_state(optimizer)
     return [(optimizer, make_schedule(optimizer, flags, updates))]

@@ -50,7 +50,7 @@ def load_reference(
         for name, part in vision_parts(policy.model).items():
             setattr(model.model, name, part)
     reference = Policy(model.eval().requires_grad_(bool(AFTER_UPDATE) and flags.train_vision))  # only a trained tower
-    return apply_fsdp(reference, device, dtype, sharding, offload=flags.offload_reference).requires_grad_(False)
+    return apply_fsdp(reference, device, dtype, sharding, offload="reference" in flags.offload).requires_grad_(False)
 
 
 def load_teacher(cfg: Config, device: torch.device, policy: Policy, sharding: str = "full") -> Policy:

@@ -98,7 +98,7 @@ NAMES += [{"advantage": "most"}, {"dual_clip": 1.1}]
 
 @pytest.mark.parametrize(
     "flags",
-    [{"lora_rank": 8}, {"offload_optimizer": True}, {"model": "no/such"}, {"engine": "policy", "gpus": 2}, *NAMES],
+    [{"lora_rank": 8}, {"offload": ("optimizer",)}, {"model": "no/such"}, {"engine": "policy", "gpus": 2}, *NAMES],
 )
 def test_a_mistake_is_one_line(flags):
     with pytest.raises(UserError, match=r"leave .*out|no model at|choose one of|cannot read 'none'|above"):

@@ -303,8 +303,7 @@ def test_moments_and_reference_in_host_memory_change_nothing(tiny_model, shapes,
             beta=0.01,
             engine="hf",
             compile=False,
-            offload_optimizer=offload,
-            offload_reference=offload,
+            offload=("optimizer", "reference") if offload else (),
             learning_rate=1e-3,
         )
         grpo.main(cfg)

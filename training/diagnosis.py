@@ -34,7 +34,7 @@ WARNINGS = {
     "held-out": "the held-out score has fallen to half of its best, or the held-out loss has doubled: start again with "
     "a lower --learning_rate (a third, a tenth) or, if the reward or the loss of the steps is good, with fewer steps",
     "memory": "GPU memory is full: in each step, PyTorch empties its cache, which takes long; a smaller "
-    "--micro_batch_tokens, --offload_reference or --offload_optimizer helps",
+    "--micro_batch_tokens or --offload helps",
     "exact match": "the reward rises, but the held-out exact match does not: what else does the reward pay for?",
 }
 

@@ -324,6 +324,8 @@ def training_config(cfg: BenchFlags, data: str, **settings: Any) -> grpo.Config:
     for field in fields(grpo.Config):
         if isinstance(field.default, bool) and not isinstance(flags.get(field.name, True), bool):
             raise ValueError(f"flags: {field.name} must be true or false")
+        if isinstance(field.default, tuple) and isinstance(value := flags.get(field.name), str):
+            flags[field.name] = tuple(value.split(","))
     try:
         return grpo.Config(**(common | settings | flags))
     except TypeError as error:

@@ -96,12 +96,10 @@ class Config:
     """Maximum size of an uploaded ZIP in GB."""
     max_storage: float = 100.0
     """Maximum size of all uploads and jobs together in GB. Above this size, uploads and new jobs are refused."""
-    max_megapixels: float = 64.0
-    """Maximum size of an image in millions of pixels."""
 
     def __post_init__(self) -> None:
         require(0 < self.port < 65536, "port must be between 1 and 65535")
-        for name in ("max_upload", "max_storage", "max_megapixels"):
+        for name in ("max_upload", "max_storage"):
             require(0 < getattr(self, name) < 1e6, f"{name} must be above 0 and below a million")
 
 
@@ -180,7 +178,6 @@ def store_upload(state: State, path: pathlib.Path, file: UploadFile, file_id: st
 
 def call_worker(state: State, function: str, failure: str, **arguments: object) -> Any:
     """Call a function of uploads.py in a worker process. Raises HTTPException, saying `failure`, if the call fails."""
-    arguments["max_megapixels"] = state.cfg.max_megapixels
     try:
         return call(state.workers, function, INSPECT_TIMEOUT, arguments)
     except CallFailed as error:
@@ -235,7 +232,6 @@ def train(request: Request, store: StoreDep, body: TrainRequest) -> Started:
     held_out = min(0.2, MAX_HELD_OUT / images) if images >= MIN_IMAGES else 0.0
     steps = math.ceil(training.num_epochs * file["usable_rows"] * (1 - held_out) / prompts)
     flags |= {"prompts_per_step": prompts, "max_completion_length": 64, "eval_fraction": held_out}
-    flags["max_megapixels"] = request.app.state.cfg.max_megapixels
     settings = {"flags": flags, "request": body.model_dump()}
     job, is_resumed = store.add_or_resume(body.job_name, body.data_file_id, model, settings, steps)
     note = None if "temperature" in training.model_fields_set else TEMPERATURE_NOTE.format(training.temperature)
@@ -422,7 +418,7 @@ def ask_model(state: State, job: Job, scratch: pathlib.Path, picture: BinaryIO, 
     row = {"prompt": f"{TAG}{question}", "answer": "0", "images": ["picture.png"]}
     (scratch / "row.jsonl").write_text(json.dumps(row) + "\n")
     flags = {"model": job.model, "adapter": state.store.run_folder(job.job_id) / "final", "data": scratch / "row.jsonl"}
-    flags |= {"output": scratch / "out", "task": "count", "engine": "hf", "max_megapixels": state.cfg.max_megapixels}
+    flags |= {"output": scratch / "out", "task": "count", "engine": "hf"}
     flags |= {name: job.settings["flags"][name] for name in ("max_side", "max_completion_length")}
     flags |= {"load_in_4bit": job.settings["flags"].get("load_in_4bit", False)}
     command = [sys.executable, "evaluate.py", *cli.as_arguments(flags)]

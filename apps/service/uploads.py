@@ -12,7 +12,7 @@ import resource
 from common.errors import UserError
 from common.records import TAG, ImageSource, Sample
 from config import DataFlags
-from inputs.images import allow_megapixels, check_image, decode_image, fitted_size, read_source
+from inputs.images import MAX_MEGAPIXELS, check_image, decode_image, fitted_size, read_source
 from inputs.rows import Problem, read_rows
 from parts.formats import open_zip
 from rewards import gold_problem
@@ -25,16 +25,15 @@ MAX_QUESTION_CHARS = 2000
 THUMBNAIL = (240, 240)
 
 
-def limit_images(max_megapixels: float) -> None:
-    """Limit the size of images, and limit the memory of this process to what decoding one such image takes."""
-    allow_megapixels(max_megapixels)
-    max_bytes = 2**30 + int(16e6 * max_megapixels)
+def limit_memory() -> None:
+    """Limit the memory of this process to what decoding one image of the largest allowed size takes."""
+    max_bytes = 2**30 + int(16e6 * MAX_MEGAPIXELS)
     resource.setrlimit(resource.RLIMIT_AS, (max_bytes, resource.RLIM_INFINITY))
 
 
-def draw_thumbnail(path: str, number: int, max_megapixels: float) -> tuple[bytes, str, str] | str:
+def draw_thumbnail(path: str, number: int) -> tuple[bytes, str, str] | str:
     """Return (PNG, question, answer) of row `number` of the ZIP at `path`, or an error message."""
-    limit_images(max_megapixels)
+    limit_memory()
     samples = (row for row in read_rows(path) if isinstance(row, Sample))
     sample = next(itertools.islice(samples, number, None), None)
     if sample is None:
@@ -48,9 +47,9 @@ def draw_thumbnail(path: str, number: int, max_megapixels: float) -> tuple[bytes
     return png.getvalue(), sample.prompt.replace(TAG, ""), sample.answer
 
 
-def to_png(source: str, target: str, max_megapixels: float) -> str | None:
+def to_png(source: str, target: str) -> str | None:
     """Decode the image at `source` and write it to `target` as a PNG. Return an error message, or None."""
-    limit_images(max_megapixels)
+    limit_memory()
     try:
         image = decode_image(source)
         fitted_size(image.height, image.width, DataFlags.min_pixels, DataFlags.max_pixels)  # refuses extreme shapes
@@ -60,12 +59,12 @@ def to_png(source: str, target: str, max_megapixels: float) -> str | None:
     return None
 
 
-def inspect_zip(path: str, name: str, max_megapixels: float) -> dict[str, object]:
+def inspect_zip(path: str, name: str) -> dict[str, object]:
     """Return {rows, images, usable, problems} of the ZIP at `path`, or {error} if it has no usable row.
 
     Messages contain `name` instead of the path.
     """
-    limit_images(max_megapixels)
+    limit_memory()
     rows, problems = 0, []
     image_problems: dict[str, str | None] = {}
     try:

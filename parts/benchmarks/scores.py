@@ -25,7 +25,6 @@ from evaluation.metrics import group_by, mean, shared_scores
 from evaluation.predictions import RULE_SCORED, Judge, write_predictions
 from evaluation.scorer import start_math
 from grading.answers import answer_part
-from inputs.images import allow_megapixels
 from inputs.rows import raw_rows
 from parts.benchmarks import table
 from parts.benchmarks.figures import write_differences
@@ -123,7 +122,6 @@ class BenchmarkJudge(Judge):
     def load(self, processor: Processor) -> list[Sample]:
         """Load the rows, checked like those of training, as samples whose `fields` hold the columns."""
         cfg, hub = self.cfg, table.BENCHMARKS[self.name].hub
-        allow_megapixels(cfg.max_megapixels)
         data, length = cfg.data or hub, cfg.max_prompt_length
         rows = [table.read_row(self.name, *row) for row in raw_rows(data, cfg.image_dir, hub.rpartition("@")[2])]
         samples = validate_rows(rows, data, None, processor, length, cfg.skip_bad_rows, keep_duplicates=True)

@@ -25,7 +25,7 @@ from common.errors import UserError
 from common.records import TAG, ImageSource, Sample
 from config import RowFlags
 from data import digest_of, summarise
-from inputs.images import allow_megapixels, decode_image, read_source
+from inputs.images import decode_image, read_source
 from inputs.rows import Problem, read_rows
 from parts.convert.rows import check_output, write_rows
 
@@ -75,7 +75,6 @@ def overlap(cfg: OverlapFlags) -> str:
     """Return what two data sets share, and write the training rows without that if `cfg` names a file."""
     if cfg.output_jsonl:
         check_output(cfg.output_jsonl, cfg.overwrite)
-    allow_megapixels(cfg.max_megapixels)
     train, test = look_at(cfg.train, cfg), look_at(cfg.test, cfg)
     shared, num_equal = shared_pictures(train, test)
     num_rows = sum(any(picture in shared for picture in own) for own in test.of_row)
@@ -103,7 +102,7 @@ def look_at(spec: str, cfg: OverlapFlags) -> Rows:
 
     Raises UserError if a row or a picture cannot be read, unless such rows are to be left out.
     """
-    rows = list(read_rows(spec, cfg.image_dir, cfg.columns))
+    rows = list(read_rows(spec, cfg.image_dir, cfg.named_columns))
 
     def look(row: Sample | Problem) -> list[tuple[bytes, np.ndarray]] | str:
         if isinstance(row, Problem):

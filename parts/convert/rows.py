@@ -19,7 +19,7 @@ from common.records import ImageSource, Sample
 from config import Config as RunConfig
 from config import RowFlags
 from data import check_row, encode_prompt, load_samples, processor_for
-from inputs.images import allow_megapixels, decode_image, read_source
+from inputs.images import decode_image, read_source
 from inputs.rows import Problem, read_rows
 
 GROUP_BYTES = 2**28  # size of a row group of a Parquet file; above 2 GiB, images cannot be read again
@@ -54,8 +54,9 @@ def convert(cfg: Config) -> int:
     The output file appears only when it is complete.
     """
     check_output(cfg.output_jsonl, cfg.overwrite)
-    allow_megapixels(cfg.max_megapixels)
-    rows = load_samples(cfg.input_jsonl, cfg.task, cfg.image_dir, columns=cfg.columns, skip_bad_rows=cfg.skip_bad_rows)
+    rows = load_samples(
+        cfg.input_jsonl, cfg.task, cfg.image_dir, columns=cfg.named_columns, skip_bad_rows=cfg.skip_bad_rows
+    )
     for sample in rows if cfg.coordinates else ():
         sample.fields.setdefault("coordinates", cfg.coordinates)
     write_rows(rows, cfg.output_jsonl)
@@ -107,9 +108,8 @@ class ShowFlags(RunConfig):
 
 def show(cfg: ShowFlags) -> str:
     """Return the prompt of a row: its images, tokens and text. Raises UserError if there is no such usable row."""
-    allow_megapixels(cfg.max_megapixels)
     processor = processor_for(cfg)
-    rows = list(read_rows(cfg.data, cfg.image_dir, cfg.columns, processor))
+    rows = list(read_rows(cfg.data, cfg.image_dir, cfg.named_columns, processor))
     row = next((row for row in rows if row.source.endswith(f" row {cfg.row}")), None)
     if row is None:
         known = " to ".join(each.source for each in rows[:1] + rows[-1:])

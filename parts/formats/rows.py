@@ -90,14 +90,16 @@ def _other_images(row: dict) -> list:
         return _images(row.pop("path"))
     for name, value in row.items():
         if IMAGE_NAME.search(name) and _holds_image(value):
-            raise RowError(f"the column '{name}' seems to hold an image: name it with --image_column, or remove it")
+            raise RowError(
+                f"the column '{name}' seems to hold an image: name it with --columns images=NAME, or remove it"
+            )
         if OTHER_NAME.search(name) and OTHER_FILE.match(str(_first(value))):
             raise RowError(
                 f"the column '{name}' holds a video or sound, but only text and images are supported: remove the row"
             )
     if kind == "image":
         raise RowError(
-            "'data_type' is 'image', but no column has an image: name it with --image_column, or remove the row"
+            "'data_type' is 'image', but no column has an image: name it with --columns images=NAME, or remove the row"
         )
     return []
 
@@ -147,7 +149,7 @@ def _pop_texts(row: dict, name: str | None, columns: Columns) -> tuple[list[Turn
         prompt = re.sub(r"^(\s*(?:<image>\s*)*)Question:\s*", r"\1", prompt)
     if reply and columns.answer is None:
         if answer_text(row.get("solution")) not in ("", answer_text(reply)):
-            raise RowError("the assistant's answer and 'solution' differ: remove one, or set --answer_column")
+            raise RowError("the assistant's answer and 'solution' differ: remove one, or set --columns answer=NAME")
         row.pop("answer", None)
         return earlier, prompt, reply, system, images
     return earlier, prompt, _pop_answer(row, answer_name, columns), system, images

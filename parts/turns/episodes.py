@@ -23,7 +23,6 @@ from common.errors import CallFailed
 from common.records import TAG, Output, Prompt, Request, Rollout, Sample, Trajectory, Turn
 from data import Processor, digest_of, expand_images, prompt_position_ids
 from grading.calls import ROOT, start_workers
-from inputs import images as image_files
 from inputs.images import fit_image, read_source
 from parts.turns.pictures import add_features, add_vision, pixel_table
 from parts.turns.replies import encode_reply, reply_role
@@ -74,7 +73,6 @@ class Episodes:
         """Let the environment answer a turn. Returns CallFailed if it raises, is too slow or answers with too much."""
         call: dict[str, Any] = {"function": self.environment.function, "state": state, "fields": fields}
         call |= {"max_text": self.environment.max_seen * self.processor.longest_token}
-        call |= {"max_megapixels": image_files.max_megapixels}
         call |= {"max_reward": rewards.MAX_REWARD / self.environment.max_turns}
         self.computing.release()
         try:

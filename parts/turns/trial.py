@@ -11,7 +11,6 @@ import rewards
 from common.environments import Reply
 from common.errors import UserError, describe
 from grading.calls import load_function
-from inputs import images as image_files
 from parts.turns.worker import take_turn
 
 MAX_TEXT = 2**16  # characters of an answer; in a run, what fits into max_prompt_length
@@ -36,9 +35,7 @@ def try_environment(
             raise UserError(f"the episode is over after turn {number - 1}: leave out those that follow")
         fields = {"question": "", "answer": ""} | row | {"text": text, "images": encoded, "extents": extents}
         try:
-            content, reward, state = take_turn(
-                function, state, fields, MAX_TEXT, image_files.max_megapixels, rewards.MAX_REWARD
-            )
+            content, reward, state = take_turn(function, state, fields, MAX_TEXT, rewards.MAX_REWARD)
             replies.append(Reply(content, reward))
         except Exception as error:  # noqa: BLE001 - the function may raise anything, which the model is told
             replies.append(Reply([f"error: {describe(error)}"]))

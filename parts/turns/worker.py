@@ -9,11 +9,11 @@ from PIL import Image
 
 from common.environments import MAX_STATE, Reply
 from grading.calls import load_function, parameters
-from inputs.images import allow_megapixels, decode_image
+from inputs.images import MAX_MEGAPIXELS, decode_image
 
 
 def take_turn(
-    function: str, state: bytes, fields: dict[str, Any], max_text: int, max_megapixels: float, max_reward: float
+    function: str, state: bytes, fields: dict[str, Any], max_text: int, max_reward: float
 ) -> tuple[list[str | Image.Image] | None, float, bytes]:
     """Call the environment's `function`, "file.py:name"; return what the model sees next, the reward, and the state.
 
@@ -21,7 +21,6 @@ def take_turn(
     images are encoded, as they are smaller then. Raises ValueError if the answer is none, or too large.
     """
     own = pickle.loads(state)
-    allow_megapixels(max_megapixels)
     names, _, accepts_any, _ = parameters(function)
     wanted = {name: value for name, value in (fields | {"state": own}).items() if accepts_any or name in names}
     if "images" in wanted:
@@ -44,7 +43,7 @@ def take_turn(
     sizes = [part.width * part.height for part in content if isinstance(part, Image.Image)]
     if 0 in sizes:
         raise ValueError("its picture has no pixels")
-    if (pixels := sum(sizes)) > max_megapixels * 1e6:  # of all pictures together, which are sent to the trainer
+    if (pixels := sum(sizes)) > MAX_MEGAPIXELS * 1e6:  # of all pictures together, which are sent to the trainer
         raise ValueError(f"its pictures of {pixels / 1e6:,.0f} megapixels are too large")
     # of an image, the plain class: the trainer unpickles no other
     return [part if isinstance(part, str) else part.copy() for part in content], float(reward), state

@@ -265,7 +265,7 @@ RUNS = {
     "with vision": dict(lora_rank=4, train_vision=True, beta=0.01),
     "checkpointed": dict(lora_rank=4, activation_checkpointing="full"),
     "4-bit": dict(lora_rank=4, load_in_4bit=True, dtype="bfloat16", beta=0.01),
-    "offloaded": dict(offload_optimizer=True, offload_reference=True, beta=0.01),
+    "offloaded": dict(offload=("optimizer", "reference"), beta=0.01),
 }
 
 
@@ -289,7 +289,16 @@ def test_runs(name, tiny_model, shapes, tmp_path):
 
 def test_moments_in_host_memory_change_nothing(tiny_model, shapes, tmp_path):
     for name, flag in (("device", False), ("host", True)):
-        grpo.main(config(tiny_model, shapes, tmp_path / name, max_steps=3, offload_optimizer=flag, weight_decay=0.1))
+        grpo.main(
+            config(
+                tiny_model,
+                shapes,
+                tmp_path / name,
+                max_steps=3,
+                offload=("optimizer",) if flag else (),
+                weight_decay=0.1,
+            )
+        )
     one, two = (weights(tmp_path / name / "final") for name in ("device", "host"))
     assert all(torch.equal(one[name], two[name]) for name in one)
 
@@ -308,7 +317,7 @@ def test_slots_in_host_memory_are_cut_from_few_chunks(monkeypatch):
 
 
 def test_moments_in_host_memory_are_resumed(tiny_model, shapes, tmp_path):
-    flags = dict(max_steps=4, save_every=2, offload_optimizer=True, weight_decay=0.1)
+    flags = dict(max_steps=4, save_every=2, offload=("optimizer",), weight_decay=0.1)
     grpo.main(config(tiny_model, shapes, tmp_path / "run", **flags))
     shutil.copytree(tmp_path / "run" / "checkpoint-2", tmp_path / "resumed" / "checkpoint-2")
     grpo.main(config(tiny_model, shapes, tmp_path / "resumed", resume="newest", **flags))
@@ -689,8 +698,8 @@ def test_a_folder_without_an_adapter_is_named(tiny_model, tmp_path):
     with pytest.raises(ValueError, match="lora_alpha applies to a new adapter: give lora_rank"):
         grpo.Config(data="x", lora_alpha=4.0)
     for adapter in (dict(lora_rank=4), dict(adapter="y")):
-        with pytest.raises(ValueError, match="offload_reference: an adapter needs no reference model"):
-            grpo.Config(data="x", offload_reference=True, **adapter)
+        with pytest.raises(ValueError, match="offload: an adapter needs no reference model"):
+            grpo.Config(data="x", offload=("reference",), **adapter)
 
 
 def test_an_adapter_with_nothing_to_train_is_reported(tiny_model, sft, shapes, tmp_path, capsys):

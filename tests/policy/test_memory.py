@@ -109,7 +109,7 @@ def test_weights_are_gathered_once_where_they_fit(tiny_model, policy, monkeypatc
     )
     choose_size(policy, reference)
     assert (policy.keep_unsharded, reference.keep_unsharded) == (want, True)
-    choose_size(policy, reference, offload_reference=True, beta=0.01)
+    choose_size(policy, reference, offload=("reference",), beta=0.01)
     assert (policy.keep_unsharded, reference.keep_unsharded) == (want, False)
 
 
@@ -131,7 +131,7 @@ def test_gpus_with_different_free_memory_get_the_same_micro_batches(policy, monk
 def test_what_the_first_update_allocates(tiny_model, policy):
     """Gradients and moments of the parameters of a shard; only a trained lm_head has gradients of its logits."""
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    for flags, sharding, want in (({}, "full", 3), ({}, "none", 12), ({"offload_optimizer": True}, "full", 1)):
+    for flags, sharding, want in (({}, "full", 3), ({}, "none", 12), ({"offload": ("optimizer",)}, "full", 1)):
         planned = plan(policy, number=4, sharding=sharding, **flags)
         assert planned.moments + planned.gradients == want * trained, (flags, sharding)
     adapted = load_policy(tiny_model, PolicyFlags(lora_rank=4), CPU)
@@ -167,8 +167,8 @@ def test_the_training_state_by_hand(tiny_model, policy):
     for flags, weights in (
         ({}, 2 * frozen + 12 * trained),
         ({"beta": 0.01}, 2 * frozen + 14 * trained),
-        ({"beta": 0.01, "offload_reference": True}, 2 * frozen + 12 * trained),
-        ({"offload_optimizer": True}, 2 * frozen + 4 * trained),
+        ({"beta": 0.01, "offload": ("reference",)}, 2 * frozen + 12 * trained),
+        ({"offload": ("optimizer",)}, 2 * frozen + 4 * trained),
     ):
         planned = plan(policy, **flags)
         assert (planned.resting, planned.gradients) == (weights, 4 * trained), flags
@@ -291,9 +291,9 @@ def test_the_allocator_keeps_to_the_limit(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "vllm_memory", "message"),
     [
-        ({}, 0.2, r"weights, gradients and AdamW take .* --lora_rank 64, --load_in_4bit with it, --offload_optimizer,"),
-        ({"lora_rank": 4}, 0.2, r"What helps: --load_in_4bit, --offload_optimizer, more GPUs$"),
-        ({"lora_rank": 4}, 0.9, r"weights, AdamW and --vllm_memory take .*: --load_in_4bit, --offload_optimizer, more"),
+        ({}, 0.2, r"weights, gradients and AdamW take .* --lora_rank 64, --load_in_4bit with it, --offload optimizer,"),
+        ({"lora_rank": 4}, 0.2, r"What helps: --load_in_4bit, --offload optimizer, more GPUs$"),
+        ({"lora_rank": 4}, 0.9, r"weights, AdamW and --vllm_memory take .*: --load_in_4bit, --offload optimizer, more"),
     ],
 )
 def test_a_gpu_too_small_for_the_weights_says_what_helps(tiny_model, flags, vllm_memory, message, monkeypatch):

@@ -73,7 +73,7 @@ def test_learning_rates_by_hand():
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])  # the second has a projector beside its tower
-@pytest.mark.parametrize("flags", [{}, {"offload_optimizer": True}, {"lora_rank": 4}], ids=str)
+@pytest.mark.parametrize("flags", [{}, {"offload": ("optimizer",)}, {"lora_rank": 4}], ids=str)
 def test_the_tower_has_a_rate_of_its_own(family, flags, tmp_path):
     """Adam's first update moves a weight by the rate, here half of its peak in the warm-up."""
     flags = PolicyFlags(train_vision=True, learning_rate=2e-3, vision_rate=8e-3, warmup=1, **flags)

@@ -40,7 +40,7 @@ def run_parts(parts: str, processes: int, *flags: str) -> None:
         ),
         ("two_optimizers,moving_average", 2, ["--train_vision"]),
         pytest.param("two_optimizers,copy_every_second", 2, ["--sharding=none"], marks=pytest.mark.slow),
-        pytest.param("two_optimizers,moving_average", 2, ["--offload_optimizer"], marks=pytest.mark.slow),
+        pytest.param("two_optimizers,moving_average", 2, ["--offload=optimizer"], marks=pytest.mark.slow),
     ],
 )
 def test_a_resumed_run_is_the_same_bit_for_bit(parts, processes, more, tiny_model, shapes, tmp_path):

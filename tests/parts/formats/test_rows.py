@@ -580,7 +580,7 @@ def test_an_image_with_too_many_pixels_is_refused_undecoded(folder):
     """A PNG of 13,000 x 13,000 16-bit pixels takes a few hundred kB, and gigabytes once it is decoded."""
     content = raw_png(13_000, 13_000, b"", depth=16)
     for read in (check_image, decode_image):
-        with pytest.raises(ValueError, match=r"13000x13000, which is more than 64 megapixels \(--max_megapixels\)"):
+        with pytest.raises(ValueError, match=r"13000x13000, which is more than 64 megapixels"):
             read(content)
     (folder / "huge.png").write_bytes(content)
     path = jsonl(folder / "d.jsonl", {"prompt": "q", "answer": "1", "images": ["huge.png"]})
@@ -702,7 +702,10 @@ def test_a_zip_that_lies_about_its_size_is_no_way_around(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"image_path": "images/0.png"}, "column 'image_path' seems to hold an image: name it with --image_column"),
+        (
+            {"image_path": "images/0.png"},
+            "column 'image_path' seems to hold an image: name it with --columns images=NAME",
+        ),
         ({"Images": ["images/0.png"]}, "column 'Images' seems to hold an image"),
         ({"img": "data:image/png;base64,AAAA"}, "column 'img' seems to hold an image"),
         ({"img": base64.b64encode(png()).decode()}, "column 'img' seems to hold an image"),
@@ -912,7 +915,7 @@ def test_video_r1_rows_have_their_image_in_path(folder, change, prompt, images):
             {"data_type": None, "path": None, "video_path": ["./a.MP4"]},
             "the column 'video_path' holds a video or sound",
         ),
-        ({"path": None}, "'data_type' is 'image', but no column has an image: name it with --image_column"),
+        ({"path": None}, "'data_type' is 'image', but no column has an image: name it with --columns images=NAME"),
         ({"path": "images/none"}, "no image at .*none"),
         ({"path": None, "image_path": "images/0.png"}, "the column 'image_path' seems to hold an image"),
     ],
@@ -1343,8 +1346,8 @@ def test_convert_answers_mistakes_and_replaces_nothing_unasked(folder):
     with pytest.raises(UserError, match=r"write NAME.jsonl instead"):
         convert.convert(convert.Config("convert", mixed, str(folder / "m.parquet")))
     assert not list(folder.glob("m.parquet*"))
-    with pytest.raises(ValueError, match="max_megapixels must be above 0"):
-        convert.Config("convert", source, str(output), max_megapixels=float("nan"))
+    with pytest.raises(ValueError, match="columns are prompt=NAME, answer=NAME and images=NAME, not question"):
+        convert.Config("convert", source, str(output), columns=("question",))
     odd = {"prompt": "q", "answer": "1", "note": "half of a pair: \ud83d"}
     (folder / "odd.jsonl").write_text(json.dumps(odd))
     convert.convert(convert.Config("convert", str(folder / "odd.jsonl"), str(output), overwrite=True))
@@ -1385,7 +1388,7 @@ def test_convert_writes_what_reads_as_the_same_row(folder):
         {"prompt": "q2", "solution": "3", "answer": "4"},
     ]
     source, once, twice = jsonl(folder / "d.jsonl", *rows), str(folder / "once.jsonl"), str(folder / "twice.jsonl")
-    assert convert.convert(convert.Config("convert", source, once, answer_column="solution")) == 2
+    assert convert.convert(convert.Config("convert", source, once, columns=("answer=solution",))) == 2
     assert convert.convert(convert.Config("convert", once, twice)) == 2
     assert [sample.answer for sample in load_samples(twice, "math")] == ["2", "3"]
 
