@@ -17,6 +17,7 @@ The docstring of each flag is its `--help` text.
 import argparse
 import os
 import pathlib
+import re
 import shlex
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
@@ -317,8 +318,8 @@ class RunFlags:
     """Checkpoint folder to resume from. Without a value: the newest complete checkpoint in `output`. auto: the same, or
     a fresh start if `output` has no checkpoint yet."""
     eval_data: str | None = None
-    """Held-out rows, in any form that `data` accepts. The policy is scored on these rows before training, every
-    `eval_every` steps, and at the end."""
+    """Held-out rows, in any form that `data` accepts, or a fraction such as 0.05: the rows of so many of `data`'s
+    pictures, at random. The policy is scored on them before training, every `eval_every` steps, and at the end."""
     eval_every: int = 0
     """Number of steps between evaluations on `eval_data`; 0: only before and after training."""
     save_every: int = 50
@@ -342,6 +343,11 @@ class RunFlags:
 
             check_packages(self.log_to)
 
+    @property
+    def eval_fraction(self) -> float:
+        """What fraction of `data` is held out: `eval_data`, or 0 if that names other rows."""
+        return float(self.eval_data) if re.fullmatch(r"0?\.\d+", self.eval_data or "") else 0.0
+
 
 @dataclass(kw_only=True)
 class GRPOFlags:
@@ -353,8 +359,6 @@ class GRPOFlags:
     """Initial policy and KL reference: a folder in Hugging Face layout or a hub name."""
     seed: int = 0
     """Seed for the data order and for sampling."""
-    eval_fraction: float = 0.0
-    """Hold out the rows of this fraction of the pictures in `data`, at random, in place of `eval_data`."""
 
     max_completion_length: int = 1024
     """Maximum completion length in tokens. A completion that reaches this length without a stop token is
@@ -453,8 +457,6 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
         self._check_partial_rollouts()
         buffer_fits = 0 <= self.overlong_buffer <= self.max_completion_length
         require(buffer_fits, "overlong_buffer must be between 0 and max_completion_length")
-        require(0 <= self.eval_fraction < 1, "eval_fraction must be at least 0 and below 1")
-        require(not (self.eval_fraction and self.eval_data), "eval_fraction replaces eval_data: give one of them")
         require(self.clip_low is None or 0 <= self.clip_low <= 1, "clip_low must be between 0 and 1")
         require(self.clip_high is None or self.clip_high >= 0, "clip_high must not be negative")
 

@@ -166,9 +166,11 @@ def read_inputs(cfg: Config) -> tuple[PromptStream, list[Answered], None, Reques
     """Read and check every row; return the training prompts, the held-out prompts, no rewards, and the limits."""
     processor = processor_for(cfg)
     samples = load_answers(cfg, cfg.data, processor)
-    held_out = load_answers(cfg, cfg.eval_data, processor) if cfg.eval_data else []
-    if any(sample.images for sample in held_out) and (compare := commands()):
-        compare.log_shared(samples, held_out)
+    samples, held_out = commands(is_needed=True).hold_out(samples, cfg) if cfg.eval_fraction else (samples, [])
+    if cfg.eval_data and not cfg.eval_fraction:
+        held_out = load_answers(cfg, cfg.eval_data, processor)
+        if any(sample.images for sample in held_out) and (compare := commands()):
+            compare.log_shared(samples, held_out)
     stream = PromptStream(samples, processor, cfg.seed, cfg.prompts_per_step, cfg.drop_last)
     answers = json.dumps([sample.responses for sample in samples])
     stream.fingerprint["rows_digest"] += hashlib.sha256(answers.encode()).hexdigest()[:16]

@@ -16,7 +16,7 @@ from common import console
 
 PEERS = pathlib.Path(__file__).parent.parent / "docs" / "peers.md"
 # The flags that most runs need, and those of what is in parts/. All others are in the sections of their classes.
-COMMON = ["task", "model", "data", "eval_fraction", "reward", "lora_rank", "learning_rate"]
+COMMON = ["task", "model", "data", "eval_data", "reward", "lora_rank", "learning_rate"]
 COMMON += ["max_completion_length", "max_steps", "output"]
 OF_PARTS = ["env", "max_turns", "oversample", "max_staleness", "overlong_buffer", "report_every", "log_to"]
 OF_PARTS += ["verifier_url", "verifier_model", "verifier_template", "verifier_timeout"]

@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from common import cli, plugins
-from config import DataFlags, EngineFlags, RewardFlags
+from config import DataFlags, EngineFlags, RewardFlags, RunFlags
 
 SHARED = [field for flags in (DataFlags, EngineFlags, RewardFlags) for field in fields(flags) if field.name != "data"]
 # How rows are read and scored, which a benchmark decides itself.
@@ -35,8 +35,8 @@ def run_flags(run: pathlib.Path, given: set[str]) -> dict[str, Any]:
     if "--benchmark" not in given:
         if "--data" not in given:
             flags["data"] = config.get("eval_data")
-            if not flags["data"]:
-                sys.exit("error: the run has no eval_data: add --data FILE or --benchmark NAME")
+            if not flags["data"] or RunFlags(eval_data=flags["data"]).eval_fraction:
+                sys.exit("error: the run has no eval_data of its own: add --data FILE or --benchmark NAME")
         flags["task"] = config["task"]
     ignored = TASK_FLAGS if "--benchmark" in given else ()
     for field in SHARED:

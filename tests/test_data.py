@@ -392,7 +392,7 @@ def test_rows_of_a_picture_are_held_out_together(folder, tiny_model, capsys):
     for i in range(5):
         Image.new("RGB", (56, 56), (i, 0, 0)).save(folder / f"{i}.png")
     flags = {"task": "vqa", "model": tiny_model, "prompts_per_step": 1, "output": str(folder / "run")}
-    flags |= {"data": jsonl(folder, *rows), "eval_fraction": 0.4}
+    flags |= {"data": jsonl(folder, *rows), "eval_data": "0.4"}
     stream, held_out, *_ = check_inputs(Config(**flags))
     assert "held out: 4 of 10 rows" in capsys.readouterr().err
     pictures = [{sample.images[0].name for sample in each} for each in (stream.samples, held_out)]
@@ -401,10 +401,8 @@ def test_rows_of_a_picture_are_held_out_together(folder, tiny_model, capsys):
     texts = [make_sample(f"how many {i // 2}?", "1", [], str(i)) for i in range(10)]
     cut = commands(is_needed=True).hold_out(texts, Config(**flags))
     assert [len(part) for part in cut] == [6, 4]
-    with pytest.raises(ValueError, match="eval_fraction replaces eval_data"):
-        Config(**flags, eval_data="x.jsonl")
-    with pytest.raises(ValueError, match="eval_fraction must be at least 0 and below 1"):
-        Config(**flags | {"eval_fraction": 1.0})
+    with pytest.raises(UserError, match=r"no data at '1.5'"):
+        check_inputs(Config(**flags | {"eval_data": "1.5"}))
 
 
 @pytest.mark.parametrize(("reward", "refused"), [((), True), (("vqa=0", "format"), False)])

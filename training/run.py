@@ -157,7 +157,7 @@ def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, Reque
         raise UserError(f"{unused[0]} has 'teacher_images', and there is no --teacher: add it, or remove the column")
     samples, eval_samples = commands(is_needed=True).hold_out(samples, cfg) if cfg.eval_fraction else (samples, [])
     stream = PromptStream(samples, processor, cfg.seed, cfg.prompts_per_step, cfg.drop_last, teacher)
-    if cfg.eval_data:
+    if cfg.eval_data and not cfg.eval_fraction:
         eval_samples = load_split(cfg, cfg.eval_data, scorer.gold_task, processor, keep_duplicates=True)
         if any(sample.images for sample in eval_samples) and (compare := commands()):
             compare.log_shared(samples, eval_samples)

@@ -231,7 +231,8 @@ def train(request: Request, store: StoreDep, body: TrainRequest) -> Started:
     images = file["valid_images"]
     held_out = min(0.2, MAX_HELD_OUT / images) if images >= MIN_IMAGES else 0.0
     steps = math.ceil(training.num_epochs * file["usable_rows"] * (1 - held_out) / prompts)
-    flags |= {"prompts_per_step": prompts, "max_completion_length": 64, "eval_fraction": held_out}
+    flags |= {"prompts_per_step": prompts, "max_completion_length": 64}
+    flags |= {"eval_data": f"{held_out:.9f}"} if held_out else {}
     settings = {"flags": flags, "request": body.model_dump()}
     job, is_resumed = store.add_or_resume(body.job_name, body.data_file_id, model, settings, steps)
     note = None if "temperature" in training.model_fields_set else TEMPERATURE_NOTE.format(training.temperature)

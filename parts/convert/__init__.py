@@ -1,6 +1,6 @@
 """The commands of data.py: `rows.py` converts and shows rows, `overlap.py` compares two data sets.
 
-Imports the core. With `--eval_fraction`, a run asks for `hold_out`; with `--eval_data`, for `log_shared`, and it does
+Imports the core. With a fraction as `--eval_data`, a run asks for `hold_out`; with rows, for `log_shared`, and it does
 without if this part is not here. Start reading at `rows.py`.
 """
 

@@ -190,7 +190,7 @@ def test_a_picture_in_a_table_is_held_out_with_all_its_rows(tmp_path):
     """As in VQA-RAD, whose rows hold their pictures: the same bytes are the same picture."""
     rows = [{"prompt": f"q{i}", "answer": "yes", "images": [{"bytes": encoded(scan(i % 5))}]} for i in range(20)]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "t.parquet")
-    cfg = Config(data="x", eval_fraction=0.4)
+    cfg = Config(data="x", eval_data="0.4")
     train, held_out = hold_out(load_samples(f"{tmp_path}/t.parquet", None), cfg)
     assert (len(train), len(held_out)) == (12, 8)
     assert not {row.images[0].row % 5 for row in train} & {row.images[0].row % 5 for row in held_out}
