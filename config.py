@@ -293,8 +293,6 @@ class EngineFlags:
     """Maximum number of sequences that a vLLM engine decodes at the same time."""
     tensor_parallel: int = 1
     """Number of GPUs per vLLM engine; above 1 for a model that does not fit on one GPU alongside the trainer."""
-    check_sync: bool = False
-    """After each sync, check that every weight in vLLM matches the trainer's weight."""
 
     def check_engine(self) -> None:
         """Raise ValueError for invalid settings."""
@@ -302,8 +300,6 @@ class EngineFlags:
             raise ValueError("vllm_memory must be at least 0 and below 1, gpu_memory not negative")
         if self.vllm_sequences < 1 or self.tensor_parallel < 1:
             raise ValueError("vllm_sequences and tensor_parallel must be at least 1")
-        if self.check_sync and self.tensor_parallel > 1:
-            raise ValueError("check_sync needs full weights in each process: leave it out or set tensor_parallel to 1")
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,7 @@ from data import Processor
 from policy.model import Policy, stop_tokens
 from policy.sharding import sampler_weights
 from sampling.hf_engine import NOTHING
-from sampling.vllm_checks import check_expansion, check_pixels, check_weights, record_tower_inputs
+from sampling.vllm_checks import check_expansion, check_pixels, record_tower_inputs
 from sampling.vllm_loop import RequestLoop, image_names, request_seed, with_features
 from sampling.vllm_start import start_vllm
 
@@ -76,9 +76,6 @@ class VLLMEngine:
         # `start_vllm` takes care that vLLM holds all weights as it loads them. Its `reload_weights` would arrange them
         # again, but loads each twice, keeps some that FSDP frees meanwhile, and fails for some experts (docs/log.md).
         self.llm.apply_model(lambda model: model.load_weights(stream()))
-        if self.flags.check_sync:
-            unused = self.vision.unused if self.vision else ""
-            self.llm.apply_model(lambda model: check_weights(stream(), model, unused))
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False

@@ -649,7 +649,9 @@ def test_a_second_overflow_stops_with_advice(tiny_model, shapes, tmp_path, monke
 def test_a_sampler_that_is_another_model_stops_the_run(tiny_model, shapes, tmp_path, monkeypatch):
     """If the sampler's log-probabilities come from a different model, the run stops before training on them."""
     monkeypatch.setattr(rollout.HFEngine, "sync_weights", lambda self, policy: self.model.lm_head.weight.data.mul_(3))
-    with pytest.raises(RunStopped, match=r"step 1: .* differ from the trainer's by .* more than 0.1: try --check_sync"):
+    with pytest.raises(
+        RunStopped, match=r"step 1: .* differ from the trainer's by .* more than 0.1: try --plugin parts/check_sync.py"
+    ):
         grpo.main(config(tiny_model, shapes, tmp_path / "a", max_steps=1))
     monkeypatch.setattr(guards, "MAX_LOGP_DIFFERENCE", 0)
     grpo.main(config(tiny_model, shapes, tmp_path / "b", max_steps=1))

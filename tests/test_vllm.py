@@ -89,7 +89,7 @@ def engine(tiny_model, shapes, tmp_path_factory) -> dict:
 
 
 def test_sampler_and_trainer_agree_round_after_round(engine):
-    """Compare the log-probabilities and, with --check_sync, each weight that is pushed after sleep level 2.
+    """Compare the log-probabilities and, with parts/check_sync.py, each weight that is pushed after sleep level 2.
 
     The first round uses vLLM's own vision tower, and the later rounds use the trainer's image features.
     """
@@ -177,7 +177,7 @@ def test_rewards_rise_when_vllm_samples(tiny_model, shapes, tmp_path):
     flags = [f"--model={tiny_model}", f"--data={shapes}", f"--output={tmp_path}/run", "--engine=vllm", "--train_vision"]
     flags += [*reward_vowels(tmp_path), "--max_steps=30", "--prompts_per_step=12"]
     flags += ["--num_generations=8", "--max_completion_length=24", "--learning_rate=2e-3", "--vllm_memory=0.1"]
-    process = run("grpo.py", "--task=count", *flags, "--no_compile", "--check_sync")
+    process = run("grpo.py", "--task=count", *flags, "--no_compile", "--plugin=parts/check_sync.py")
     assert process.returncode == 0, process.stderr[-3000:]
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     rewards = [row["reward"] for row in rows]
@@ -196,7 +196,7 @@ def test_adapters_reach_vllm(tiny_model, shapes, tmp_path, four_bit):
         "--max_completion_length=16",
         "--beta=0.01",
     ]
-    flags += ["--learning_rate=1e-2", "--vllm_memory=0.1", "--check_sync", "--no_compile"]
+    flags += ["--learning_rate=1e-2", "--vllm_memory=0.1", "--plugin=parts/check_sync.py", "--no_compile"]
     process = run("grpo.py", "--task=count", *flags, *(["--load_in_4bit"] if four_bit else []))
     assert process.returncode == 0, process.stderr[-3000:]
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
@@ -283,7 +283,13 @@ def test_family_through_vllm(family, tmp_path):
     data = write_rows(tmp_path, with_images=family in WITH_IMAGES)
     flags = [f"--model={folder}", f"--data={data}", f"--output={tmp_path}/run", "--task=count", "--engine=vllm"]
     flags += ["--max_steps=3", "--prompts_per_step=4", "--num_generations=4", "--max_completion_length=16"]
-    flags += ["--learning_rate=1e-3", "--vllm_memory=0.1", "--check_sync", "--no_compile", "--max_prompt_length=512"]
+    flags += [
+        "--learning_rate=1e-3",
+        "--vllm_memory=0.1",
+        "--plugin=parts/check_sync.py",
+        "--no_compile",
+        "--max_prompt_length=512",
+    ]
     flags += reward_vowels(tmp_path)
     process = run("grpo.py", *flags, *(["--dtype=bfloat16"] if in_bfloat16 else []))
     has_run = process.returncode == 0
@@ -303,7 +309,7 @@ def test_a_bench_needs_no_saved_weights(tmp_path):
     """vLLM starts from a folder without weights, and the first sync brings all of them."""
     folders = [f"--folder={tmp_path}/bench", f"--results={tmp_path}/results"]
     flags = ["--shape=tiny_moe", "--workloads=small", "--prompts=2", "--generations=2", "--steps=1", "--flags"]
-    flags += ["compile=false", "lora_rank=4", "engine=vllm", "vllm_memory=0.1", "check_sync=true"]
+    flags += ["compile=false", "lora_rank=4", "engine=vllm", "vllm_memory=0.1"]
     process = run("apps/bench/speed.py", *folders, *flags)
     assert process.returncode == 0, process.stderr[-6000:]
     (path,) = (tmp_path / "results").glob("*.json")
@@ -398,7 +404,13 @@ def test_partial_rollouts_through_vllm(with_images, brief_model, tmp_path):
     data = write_rows(tmp_path, with_images=with_images)
     flags = [f"--model={brief_model}", f"--data={data}", f"--output={tmp_path}/run", "--task=count", "--engine=vllm"]
     flags += ["--epochs=3", "--prompts_per_step=4", "--num_generations=4", "--max_completion_length=200"]
-    flags += ["--learning_rate=1e-3", "--vllm_memory=0.1", "--oversample=1.5", "--no_compile", "--check_sync"]
+    flags += [
+        "--learning_rate=1e-3",
+        "--vllm_memory=0.1",
+        "--oversample=1.5",
+        "--no_compile",
+        "--plugin=parts/check_sync.py",
+    ]
     process = run("grpo.py", *flags, "--max_prompt_length=512", "--report_every=1")
     assert process.returncode == 0, process.stderr[-6000:]
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")

@@ -47,7 +47,7 @@ def check_logp_difference(stats: dict[str, Tensor], is_first_update: bool) -> st
         return None
     return (
         f"the sampler's log-probabilities differ from the trainer's by {mean:.3f} nats per token on average, more than "
-        f"{MAX_LOGP_DIFFERENCE:g}: try --check_sync and --dtype float32, or --engine hf to avoid vLLM"
+        f"{MAX_LOGP_DIFFERENCE:g}: try --plugin parts/check_sync.py and --dtype float32, or --engine hf to avoid vLLM"
     )
 
 

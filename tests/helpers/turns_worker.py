@@ -18,6 +18,7 @@ from PIL import Image
 ROOT = pathlib.Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
+import parts.check_sync  # noqa: F401 - checks each sync
 import rewards
 from common import distributed, plugins
 from common.errors import UserError
@@ -57,7 +58,7 @@ class Turns:
         self.processor = use_environment(load_processor(model, "count"), "echo", MAX_TURNS, MAX_SEEN)
         self.with_images = self.processor.family.vision is not None
         self.policy = apply_fsdp(load_policy(model, PolicyFlags(compile=False), device), device, dtype)
-        flags = EngineFlags(engine="vllm", vllm_memory=0.1, check_sync=True)
+        flags = EngineFlags(engine="vllm", vllm_memory=0.1)
         most_images = max_images(make_rows([""], self.with_images), self.processor)
         limits = RequestLimits(MAX_SEEN + MAX_TOKENS, most_images)
         self.engine = make_engine(flags, model, self.processor, device, dtype, limits, self.policy)

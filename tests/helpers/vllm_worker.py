@@ -16,6 +16,7 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
 
+import parts.check_sync  # noqa: F401 - checks each sync
 from common import distributed
 from common.errors import UserError
 from common.records import Completion, Group, RequestLimits, Sampling
@@ -70,7 +71,7 @@ def main(model: str, data: str, out: str) -> None:
     samples += [make_sample(f"How much is {i} + {i}?", "1", [], f"text {i}") for i in range(4)]
     samples.append(make_sample("<image><image>Which?", "1", samples[0].images + samples[1].images, "two images"))
     prompts = encode_prompts(samples, processor)
-    flags = EngineFlags(engine="vllm", vllm_memory=0.1, check_sync=True)
+    flags = EngineFlags(engine="vllm", vllm_memory=0.1)
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     policy = apply_fsdp(load_policy(model, PolicyFlags(compile=False), device), device, dtype)
