@@ -125,14 +125,12 @@ class DataFlags(RowFlags):
     """Minimum image size in pixels, height times width; smaller images are enlarged."""
     max_pixels: int = 1280 * 28 * 28
     """Maximum image size in pixels, height times width; larger images are scaled down."""
-    max_side: int = 0
-    """Maximum length of an image's longer side in pixels; 0: no limit besides `max_pixels`."""
     max_prompt_length: int = 2048
     """Maximum prompt length in tokens, including image tokens. A row with a longer prompt is unusable."""
 
     def check_data(self) -> None:
         """Raise ValueError for invalid settings."""
-        if not 0 <= self.min_pixels <= self.max_pixels or self.max_side < 0:
+        if not 0 <= self.min_pixels <= self.max_pixels:
             raise ValueError("min_pixels must not exceed max_pixels, and pixel limits must not be negative")
         if self.max_prompt_length < 1:
             raise ValueError("max_prompt_length must be at least 1")

@@ -100,7 +100,6 @@ def load_processor(
     template: str | None = None,
     min_pixels: int = DataFlags.min_pixels,
     max_pixels: int = DataFlags.max_pixels,
-    max_side: int = 0,
     chat_template_kwargs: Sequence[str] = (),
 ) -> Processor:
     """Load the tokenizer and image processor saved with `model`, without its weights.
@@ -114,7 +113,7 @@ def load_processor(
     system, user_turn = prompt_template(task, template)
     preparation = None
     if family.vision:
-        limits = ImageLimits(min_pixels, max_pixels, max_side)
+        limits = ImageLimits(min_pixels, max_pixels)
         with reading(model, "image processor"):
             preparation = family.vision.prepare_images(image_processor, config, limits)
             if 0 in image_processor.image_std:
@@ -128,7 +127,7 @@ def load_processor(
 
 def processor_for(cfg: Any, task: str | None = None) -> Processor:
     """Load the processor of a command's `model` as its flags say, with their environment if they name one."""
-    names = ("min_pixels", "max_pixels", "max_side", "chat_template_kwargs")
+    names = ("min_pixels", "max_pixels", "chat_template_kwargs")
     processor = load_processor(cfg.model, task or cfg.task, cfg.template, **{x: getattr(cfg, x) for x in names})
     if cfg.env:
         from parts.turns import use_environment

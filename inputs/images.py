@@ -146,22 +146,16 @@ def _open(source: ImageSource) -> Image.Image:
     return image
 
 
-def fitted_size(
-    height: int, width: int, min_pixels: int, max_pixels: int, factor: int = 28, max_side: int = 0
-) -> tuple[int, int]:
+def fitted_size(height: int, width: int, min_pixels: int, max_pixels: int, factor: int = 28) -> tuple[int, int]:
     """Return the (height, width) in pixels to which an image is resized.
 
     Both are multiples of `factor`. Height · width is within the pixel limits, and the aspect ratio is approximately
-    kept. `max_side` limits the longer side; 0 means no limit. The result is the size that Qwen2-VL's own resizing
-    chooses, if that size is within the limits. Raises ValueError when one side is more than 200 times the other,
-    because the models reject such images.
+    kept. The result is the size that Qwen2-VL's own resizing chooses, if that size is within the limits. Raises
+    ValueError when one side is more than 200 times the other, because the models reject such images.
     """
     if max(height, width) > 200 * min(height, width):
         raise ValueError(f"the image is {width}x{height}: one side is more than 200 times the other")
-    sides: tuple[float, float] = (height, width)
-    if max_side:
-        shrink = min(1.0, max_side / max(height, width))
-        sides = (height * shrink, width * shrink)
+    sides = height, width
     h, w = (max(factor, round(side / factor) * factor) for side in sides)
     if h * w > max_pixels:
         shrink = math.sqrt(math.prod(sides) / max_pixels)
@@ -169,10 +163,8 @@ def fitted_size(
     elif h * w < min_pixels:
         grow = math.sqrt(min_pixels / math.prod(sides))
         h, w = (math.ceil(side * grow / factor) * factor for side in sides)
-    # It is not always possible to meet all limits, for example when a thin image's short side is already `factor`. In
-    # that case the upper limits take precedence.
-    if max_side:
-        h, w = (max(factor, min(side, max_side // factor * factor)) for side in (h, w))
+    # It is not always possible to meet both limits, for example when a thin image's short side is already `factor`. In
+    # that case the upper limit takes precedence.
     h = max(factor, min(h, max_pixels // w // factor * factor))
     w = max(factor, min(w, max_pixels // h // factor * factor))
     return h, w

@@ -38,7 +38,7 @@ from training.prompt_stream import DrawnPrompt
 
 T = TypeVar("T")
 # flags on which the text and the images of a prompt depend
-PROMPT_FORMAT = ("template", "min_pixels", "max_pixels", "max_side", "chat_template_kwargs")
+PROMPT_FORMAT = ("template", "min_pixels", "max_pixels", "chat_template_kwargs")
 
 
 class PartialCollector(Collector):

@@ -42,7 +42,6 @@ class ImageLimits:
 
     min_pixels: int
     max_pixels: int
-    max_side: int = 0  # 0: no limit
 
 
 @dataclass(frozen=True)
@@ -250,11 +249,11 @@ def outputs(*names: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
 def _prepare_grids(image_processor: ImageProcessor, config: Config, limits: ImageLimits) -> ImagePreparation:
     """Images of any size: merge_size x merge_size neighbouring patches become one token."""
     factor = image_processor.patch_size * image_processor.merge_size  # 28 pixels for Qwen2.5-VL
-    if limits.max_pixels < factor**2 or 0 < limits.max_side < factor:
-        problem = f"--max_pixels {limits.max_pixels} or --max_side {limits.max_side} is too small for one image token"
+    if limits.max_pixels < factor**2:
+        problem = f"--max_pixels {limits.max_pixels} is too small for one image token"
         raise UserError(f"{problem}, which is {factor} x {factor} pixels")
     return ImagePreparation(
-        fit=lambda h, w: fitted_size(h, w, limits.min_pixels, limits.max_pixels, factor, limits.max_side),
+        fit=lambda h, w: fitted_size(h, w, limits.min_pixels, limits.max_pixels, factor),
         count=lambda h, w: h * w // factor**2,
         options={"do_resize": False},
         vllm_options={"min_pixels": factor**2, "max_pixels": limits.max_pixels},  # so that it does not resize again

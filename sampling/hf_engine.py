@@ -122,7 +122,7 @@ class HFEngine:
         self.max_sequences = sequences // 2
         if not self.max_sequences:
             raise RunStopped(
-                "out of GPU memory in sampling. What helps: a smaller --max_completion_length or --max_side", status=1
+                "out of GPU memory in sampling. What helps: a smaller --max_completion_length or --max_pixels", status=1
             )
         torch.cuda.empty_cache()
         console.log(f"out of GPU memory: sampling at most {self.max_sequences} sequences at once")

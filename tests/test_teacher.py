@@ -72,7 +72,6 @@ def other_model(tiny_model, tmp_path_factory) -> str:
 
 STUDENT_SEES = {  # less than the teacher; of `teacher_images`, their columns say so
     "max_pixels": dict(min_pixels=56 * 56, max_pixels=56 * 56, teacher_pixels=84 * 84),
-    "max_side": dict(max_side=56, teacher_pixels=84 * 84),
     "teacher_images": {},
 }
 

@@ -12,11 +12,9 @@ def load_teacher_processor(cfg: Config, processor: Processor, samples: list[Samp
     Raises UserError if the teacher has another vocabulary, since it is asked about the tokens that the policy samples,
     or if it cannot take the prompt of one of the `samples`.
     """
-    pixels, side = cfg.teacher_pixels or cfg.max_pixels, 0 if cfg.teacher_pixels else cfg.max_side
+    pixels = cfg.teacher_pixels or cfg.max_pixels
     try:
-        teacher = load_processor(
-            cfg.teacher, cfg.task, cfg.template, cfg.min_pixels, pixels, side, cfg.chat_template_kwargs
-        )
+        teacher = load_processor(cfg.teacher, cfg.task, cfg.template, cfg.min_pixels, pixels, cfg.chat_template_kwargs)
     except UserError as error:
         raise UserError(f"--teacher {cfg.teacher}: {error}") from None
     ours, theirs = (each.tokenizer.get_vocab() for each in (processor, teacher))
@@ -29,7 +27,7 @@ def load_teacher_processor(cfg: Config, processor: Processor, samples: list[Samp
     own, its = (each.skeleton.get_input_embeddings().weight.shape[0] for each in (processor, teacher))
     if its < own:
         raise UserError(f"--teacher {cfg.teacher!r} has an embedding of {its} tokens, --model one of {own}")
-    sees_the_same = (pixels, side) == (cfg.max_pixels, cfg.max_side) and _looks_of(teacher) == _looks_of(processor)
+    sees_the_same = pixels == cfg.max_pixels and _looks_of(teacher) == _looks_of(processor)
     sees_more = any(sample.teacher_images for sample in samples)
     if cfg.env and (sees_more or not sees_the_same):
         problem = "with --env, a teacher sees what the model sees"

@@ -226,7 +226,8 @@ def train(request: Request, store: StoreDep, body: TrainRequest) -> Started:
     training = body.training_config
     completions_per_step = training.batch_size * training.gradient_accumulation_steps
     prompts = max(1, math.ceil(completions_per_step / training.num_generations))
-    flags = training.model_dump(by_alias=True, exclude={"batch_size", "gradient_accumulation_steps"})
+    flags = training.model_dump(by_alias=True, exclude={"batch_size", "gradient_accumulation_steps", "max_image_size"})
+    flags["max_pixels"] = training.max_image_size**2
     flags |= body.lora_config.model_dump(by_alias=True)
     images = file["valid_images"]
     held_out = min(0.2, MAX_HELD_OUT / images) if images >= MIN_IMAGES else 0.0
@@ -380,7 +381,7 @@ def pack_result(store: Store, job: Job, scratch: pathlib.Path) -> pathlib.Path:
         for name, content in contents.items():
             archive.writestr(name, json.dumps(content, indent=1) + "\n")
         note = string.Template((PAGE / "HOW_TO_LOAD.txt").read_text())
-        values = {"BASE": job.model, "SYSTEM": TASKS["count"].system, "MAX_SIDE": job.settings["flags"]["max_side"]}
+        values = {"BASE": job.model, "SYSTEM": TASKS["count"].system, "MAX_PIXELS": job.settings["flags"]["max_pixels"]}
         archive.writestr("HOW_TO_LOAD.txt", note.substitute(values))
     return scratch / "result.zip"
 
@@ -420,7 +421,7 @@ def ask_model(state: State, job: Job, scratch: pathlib.Path, picture: BinaryIO, 
     (scratch / "row.jsonl").write_text(json.dumps(row) + "\n")
     flags = {"model": job.model, "adapter": state.store.run_folder(job.job_id) / "final", "data": scratch / "row.jsonl"}
     flags |= {"output": scratch / "out", "task": "count", "engine": "hf"}
-    flags |= {name: job.settings["flags"][name] for name in ("max_side", "max_completion_length")}
+    flags |= {name: job.settings["flags"][name] for name in ("max_pixels", "max_completion_length")}
     flags |= {"load_in_4bit": job.settings["flags"].get("load_in_4bit", False)}
     command = [sys.executable, "evaluate.py", *cli.as_arguments(flags)]
     try:

@@ -32,7 +32,7 @@ class TrainingConfig(RequestBody):
     num_generations: Annotated[int, Field(ge=2, le=20)] = 8
     temperature: Annotated[float, Field(gt=0, le=2, allow_inf_nan=False)] = 1.0
     use_4bit: Annotated[bool, Field(serialization_alias="load_in_4bit")] = True
-    max_image_size: Annotated[int, Field(ge=128, le=2048, serialization_alias="max_side")] = 512
+    max_image_size: Annotated[int, Field(ge=128, le=2048)] = 512  # the side of the square with as many pixels
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 43
 
 

@@ -68,7 +68,7 @@ def main(folder: str, *user_flags: str) -> None:
         model = run / "merged"
         merge = f"--base_model {config['model']} --lora_model {run}/final --output_path {model}"
         print(f"  .venv/bin/python merge_lora.py {merge}")
-    limits = {name: config[name] for name in ("min_pixels", "max_pixels", "max_side")}
+    limits = {name: config[name] for name in ("min_pixels", "max_pixels")}
     preparation = load_processor(str(trained), config["task"], config.get("template"), **limits).preparation
     options = {name: config.get(name, value) for name, value in preparation.vllm_options.items()} if preparation else {}
     arguments = f"model={model},chat_template={template},dtype=bfloat16,max_model_len=32768,max_new_tokens=2048"

@@ -34,7 +34,7 @@ def _prepare_squares(image_processor: ImageProcessor, config: Config, limits: Im
         raise UserError(
             f"the model has no number of image tokens for images of {image_processor.max_image_size} pixels"
         )
-    longest = min(math.isqrt(limits.max_pixels), limits.max_side or math.inf)
+    longest = math.isqrt(limits.max_pixels)
     side = max((side for side in sides if side <= longest), default=sides[0])
 
     def fit(height: int, width: int) -> tuple[int, int]:
@@ -61,8 +61,6 @@ def _prepare_tiles(image_processor: ImageProcessor, config: Config, limits: Imag
     """Images cut into square tiles, with a thumbnail of the whole; each has the same number of tokens (InternVL)."""
     tile = image_processor.size["height"]
     most = min(image_processor.max_patches, limits.max_pixels // tile**2)
-    if limits.max_side:
-        most = min(most, limits.max_side // tile)
     options = {"crop_to_patches": True, "min_patches": image_processor.min_patches, "max_patches": max(1, most)}
 
     def count(height: int, width: int) -> int:

@@ -252,8 +252,8 @@ def check_note(result: zipfile.ZipFile, folder: pathlib.Path, monkeypatch) -> No
     weights = load_file(folder / "adapter_model.safetensors")
     loaded = {name.replace(".default", ""): value for name, value in variables["model"].named_parameters()}
     assert weights and all((loaded[name].detach().numpy() == value).all() for name, value in weights.items())
-    assert "Count the objects" in note and "shrunk to 512 pixels" in note
-    assert not re.search("BASE|SYSTEM|MAX_SIDE", note)
+    assert "Count the objects" in note and "shrunk to at most 262144 pixels" in note
+    assert not re.search("BASE|SYSTEM|MAX_PIXELS", note)
 
 
 def check_clients(service: Service, archive: bytes, completed: str, folder: pathlib.Path, monkeypatch) -> None:
@@ -418,7 +418,7 @@ def test_many_uploads_wait_for_each_other(shared, archive):
 
 def test_the_settings_of_a_job_are_flags_of_the_trainer():
     settings = TrainingConfig().model_dump(by_alias=True) | LoraConfig().model_dump(by_alias=True)
-    combined = {"batch_size", "gradient_accumulation_steps"}  # not passed on by themselves
+    combined = {"batch_size", "gradient_accumulation_steps", "max_image_size"}  # not passed on by themselves
     assert settings.keys() - combined <= {field.name for field in dataclasses.fields(grpo.Config)}
 
 
@@ -1243,7 +1243,7 @@ def finished(tmp_path_factory, tiny_model, archive) -> Iterator[tuple[Service, s
     file = store.add_file(folder / "a.zip", "a.zip", {"rows": 8, "images": 8, "usable": 8, "problems": []})
     jobs = []
     for name in ("damaged", "whole"):
-        settings = {"flags": {"max_side": 128}, "request": {"job_name": name}}
+        settings = {"flags": {"max_pixels": 128**2}, "request": {"job_name": name}}
         job = store.add_job(name, file["file_id"], tiny_model, settings, 8)
         store._update(job, status="completed")
         run = store.run_folder(job.job_id)

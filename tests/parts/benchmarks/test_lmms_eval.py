@@ -45,7 +45,7 @@ def test_lmms_eval_is_recommended_with_the_template(tiny_model, tmp_path, capsys
     (tmp_path / "final").mkdir()
     (tmp_path / "final" / "adapter_config.json").touch()
     settings = {"model": tiny_model, "task": "math", "template": None}
-    settings |= {"min_pixels": 3136, "max_pixels": 7056, "max_side": 0}
+    settings |= {"min_pixels": 3136, "max_pixels": 7056}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     lmms_eval.main(str(tmp_path))
     shown = capsys.readouterr().out

@@ -33,7 +33,9 @@ WRITTEN = {"qwen2_5_vl": ([14, 28, 70, 112], [140, 112]), "qwen3_vl": ([100, 250
 @pytest.fixture(scope="module", params=WRITTEN)
 def processor(request, tmp_path_factory):
     """Return the processor of a family; it resizes 640 x 480 to 140 x 112."""
-    processor = load_processor(save_tiny(request.param, tmp_path_factory.mktemp(request.param)), "vqa", max_side=140)
+    processor = load_processor(
+        save_tiny(request.param, tmp_path_factory.mktemp(request.param)), "vqa", max_pixels=18000
+    )
     processor.name = request.param
     assert processor.preparation.fit(480, 640) == (112, 140)
     return processor

@@ -32,7 +32,7 @@ from common.errors import UserError
 from common.records import Sample
 from config import Columns
 from data import encode_prompt, load_processor, load_samples
-from inputs.images import check_image, decode_image, fitted_size
+from inputs.images import check_image, decode_image
 from inputs.rows import Cell, raw_rows
 from parts import convert
 from tests.helpers.scripts import ROOT, VECTORS, run_script
@@ -612,7 +612,7 @@ def test_sizes_are_those_of_the_upright_picture(folder, tiny_model):
     for name in ("x.jpg", "x.webp"):
         sideways.save(folder / name, exif=exif)
         path = jsonl(folder / "d.jsonl", {"prompt": "q", "answer": "1", "images": [name]})
-        processor = load_processor(tiny_model, "math", max_side=140)
+        processor = load_processor(tiny_model, "math", max_pixels=5600)
         length = len(encode_prompt(load_samples(path, "math")[0], processor).ids)
         assert load_samples(path, "math", processor=processor, max_prompt_length=length)
         with pytest.raises(UserError, match=f"its prompt has {length} tokens"):
@@ -627,14 +627,6 @@ def test_a_part_of_an_upright_picture_is_not_turned_again(kind):
     upright = decode_image(file.getvalue())
     assert upright.size == (90, 40)
     assert decode_image(upright.crop((0, 0, 80, 20))).size == (80, 20)
-
-
-def test_max_side_bounds_the_longest_side():
-    for size in ((512, 2000), (3000, 40), (513, 513), (100, 100), (28, 5000)):
-        h, w = fitted_size(*size, 3136, 10**7, 28, 512)
-        assert max(h, w) <= 512
-        assert h % 28 == w % 28 == 0
-    assert fitted_size(100, 100, 3136, 10**7, 28, 512) == fitted_size(100, 100, 3136, 10**7)
 
 
 def test_a_corrupt_image_in_row_7_of_10_is_named_before_the_model_loads(folder, tiny_model, tmp_path):

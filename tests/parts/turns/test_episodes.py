@@ -300,7 +300,7 @@ def test_zoom_cuts_the_part_in_the_coordinates_of_the_family(extent):
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])
 def test_an_environment_gets_the_extents_of_the_family(family, tmp_path, monkeypatch):
     """Qwen2.5-VL counts the pixels of the fitted image, the others to 1000. The picture itself is not fitted."""
-    processor = use_environment(load_processor(save_tiny(family, tmp_path), "count", max_side=112), "zoom", 4, 400)
+    processor = use_environment(load_processor(save_tiny(family, tmp_path), "count", max_pixels=6300), "zoom", 4, 400)
     sample = make_sample("<image>?", "3", [PICTURE], "row 1")
     episode = begin_episode([sample], processor)
     calls = []
