@@ -39,9 +39,12 @@ def with_recipe(arguments: list[str]) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--task")
     parser.add_argument("--data")
-    given, _ = parser.parse_known_args(arguments)
+    given, others = parser.parse_known_args(arguments)
     recipe = RECIPES / f"{given.task}.flags"
     if given.data is not None or {"-h", "--help"} & set(arguments):
+        return arguments
+    names = {other.partition("=")[0].removeprefix("--").removeprefix("no_") for other in others if other[:2] == "--"}
+    if names - {field.name for field in fields(Config)}:  # perhaps another library's: `parse` says what to give
         return arguments
     if given.task is None:
         raise UserError("no --data: give --data FILE, or --task vqa or --task math, which have public data")

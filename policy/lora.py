@@ -275,7 +275,7 @@ def check_tokens(source: str, base: str, cache_dir: str | None = None) -> None:
 
 def has_adapter(model: nn.Module) -> bool:
     """Return whether `model` has an adapter."""
-    return bool(adapted_layers(model))
+    return any(hasattr(module, "lora_A") for module in model.modules())
 
 
 def has_dropout(model: nn.Module) -> bool:

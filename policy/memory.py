@@ -141,7 +141,9 @@ class Plan:
     @property
     def has_room(self) -> bool:
         """Whether a sampler's copy of the weights fits there; always with several processes, which all need one."""
-        return self.gpus.number > 1 or self.sampler_weights + SAMPLER_BYTES <= self.free_beside_trainer
+        if not self.gpus.on_gpu or self.gpus.number > 1:
+            return True
+        return self.sampler_weights + SAMPLER_BYTES <= self.free_beside_trainer
 
     @property
     def vllm_memory(self) -> float:
@@ -150,6 +152,8 @@ class Plan:
         By default, it is `VLLM_MEMORY`, or more if the completions of a step need more, as far as that is free.
         """
         total, fraction = self.gpus.usable(self.cfg.gpu_memory), self.cfg.vllm_memory or VLLM_MEMORY
+        if not self.gpus.on_gpu:
+            return fraction
         fraction = max(fraction, min(0.9, (self.sampler_weights + SAMPLER_BYTES) / total))
         if not self.cfg.vllm_memory and not self.cfg.gpu_memory:
             enough = self.sampler_weights + VLLM_BYTES + self.cache
@@ -199,9 +203,9 @@ class Plan:
         optimizer state must fit alongside it. With `gpu_memory`, it is always awake (`stays_awake`). The memory that
         other programs use is not there.
         """
-        cfg, gpus, sampler = self.cfg, self.gpus, self.sampler if needs_copy else 0.0
-        if not gpus.on_gpu:
+        if not self.gpus.on_gpu:
             return
+        cfg, gpus, sampler = self.cfg, self.gpus, self.sampler if needs_copy else 0.0
         total = min(gpus.usable(cfg.gpu_memory), gpus.usable(0.0) - gpus.used_by_others)
         training = self.resting + self.gradients + (sampler if cfg.gpu_memory else 0.0)
         needed = max(training, self.resting + sampler)
@@ -340,7 +344,9 @@ def limit_allocator(limit: float, device: torch.device) -> None:
 
 def sampler_stays_awake(planned: Plan) -> bool:
     """Return whether the sampler, which has started, can stay awake on all processes; see `Plan.stays_awake`."""
-    free = torch.cuda.mem_get_info(planned.gpus.device)[0] if planned.gpus.on_gpu else 0
+    if not planned.gpus.on_gpu:
+        return False
+    free = torch.cuda.mem_get_info(planned.gpus.device)[0]
     return not distributed.all_max(torch.tensor(int(not planned.stays_awake(free))))
 
 

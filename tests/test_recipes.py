@@ -92,6 +92,12 @@ def test_without_public_data_it_says_what_to_give(arguments, message):
         with_recipe(arguments)
 
 
+def test_a_flag_of_another_library_is_answered_first():
+    assert with_recipe(["--dataset_name", "x"]) == ["--dataset_name", "x"]
+    with pytest.raises(UserError, match=r"^no --data"):
+        with_recipe(["--no_compile", "--beta=0.1"])
+
+
 def test_the_task_is_vqa_everywhere_unless_it_is_named():
     """A question is not put under "Count the objects" without a word."""
     flags = (grpo.Config(data="x"), evaluate.Config(model="m", data="x"), sft.Config(data="x"), fits.Config())

@@ -147,7 +147,9 @@ def test_a_new_adapter_is_the_same_wherever_it_is_made():
 @pytest.mark.parametrize("four_bit", [False, True])
 def test_after_fifty_syncs_the_sampler_holds_base_plus_adapter(tiny_model, four_bit, sharded):
     """The fiftieth sync is as exact as the first, because nothing is ever merged into the base."""
-    policy = load_policy(tiny_model, PolicyFlags(lora_rank=4, load_in_4bit=four_bit, dtype="bfloat16"), CPU)
+    policy = load_policy(
+        tiny_model, PolicyFlags(lora_rank=4, lora_alpha=8, load_in_4bit=four_bit, dtype="bfloat16"), CPU
+    )
     if sharded:
         distributed.start()
         policy = apply_fsdp(policy, CPU, torch.bfloat16)
@@ -181,7 +183,9 @@ def test_after_fifty_syncs_the_sampler_holds_base_plus_adapter(tiny_model, four_
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_changes_far_below_the_rounding_step_reach_the_sampler_in_the_mean(tiny_model, dtype):
     """To the nearest number, 1 % of a step would always be rounded away."""
-    policy = load_policy(tiny_model, PolicyFlags(lora_rank=4, dtype=str(dtype).removeprefix("torch.")), CPU)
+    policy = load_policy(
+        tiny_model, PolicyFlags(lora_rank=4, lora_alpha=8, dtype=str(dtype).removeprefix("torch.")), CPU
+    )
     step = torch.finfo(dtype).eps * 0.02  # of a typical weight
     for layer in lora.adapted_layers(policy.model).values():
         layer.lora_A["policy"].weight.data = torch.full_like(layer.lora_A["policy"].weight, 0.1)

@@ -257,13 +257,13 @@ def test_out_of_memory_is_not_taken_for_a_damaged_model(tiny_model, monkeypatch)
         load_model(tiny_model, torch.float32)
 
 
-def test_a_side_below_the_size_of_a_tile_leaves_one_tile(tmp_path):
+def test_fewer_pixels_than_a_tile_has_leave_one_tile(tmp_path):
     model = save_tiny("internvl", tmp_path)
     config = load_config(model)
     vision = find_family(config).vision
     processor = load_image_processor(vision, model)
-    limits = [ImageLimits(0, 1280 * 28 * 28, side) for side in (0, 28, 55, 56, 112)]
-    assert [vision.prepare_images(processor, config, limit).count(400, 400) for limit in limits] == [20, 4, 4, 4, 4]
+    limits = [ImageLimits(0, pixels) for pixels in (1280 * 28 * 28, 28 * 28, 55 * 55, 56 * 56)]
+    assert [vision.prepare_images(processor, config, limit).count(400, 400) for limit in limits] == [20, 4, 4, 4]
 
 
 def test_flags_for_parts_that_a_model_lacks_are_reported(tmp_path, capsys):
