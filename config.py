@@ -39,14 +39,14 @@ def with_recipe(arguments: list[str]) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--task")
     parser.add_argument("--data")
-    given, others = parser.parse_known_args(arguments)
+    given, rest = parser.parse_known_args(arguments)
     recipe = RECIPES / f"{given.task}.flags"
     if given.data is not None or {"-h", "--help"} & set(arguments):
         return arguments
-    names = {other.partition("=")[0].removeprefix("--").removeprefix("no_") for other in others if other[:2] == "--"}
-    if names - {field.name for field in fields(Config)}:  # perhaps another library's: `parse` says what to give
-        return arguments
     if given.task is None:
+        names = {each[2:].partition("=")[0].replace("-", "_").removeprefix("no_") for each in rest if each[:2] == "--"}
+        if names - {field.name for field in fields(Config)}:  # perhaps another library's: `cli.parse` says what to give
+            return arguments
         raise UserError("no --data: give --data FILE, or --task vqa or --task math, which have public data")
     if not recipe.is_file():
         return arguments
@@ -315,8 +315,9 @@ class RunFlags:
     """Checkpoint folder to resume from. Without a value: the newest complete checkpoint in `output`. auto: the same, or
     a fresh start if `output` has no checkpoint yet."""
     eval_data: str | None = None
-    """Held-out rows, in any form that `data` accepts, or a fraction such as 0.05: the rows of so many of `data`'s
-    pictures, at random. The policy is scored on them before training, every `eval_every` steps, and at the end."""
+    """Held-out rows, in any form that `data` accepts, or a fraction such as 0.05: the rows of that fraction of the
+    pictures in `data`, chosen at random. The policy is scored on them before training, every `eval_every` steps, and
+    at the end."""
     eval_every: int = 0
     """Number of steps between evaluations on `eval_data`; 0: only before and after training."""
     save_every: int = 50

@@ -61,8 +61,8 @@ def start() -> torch.device:
 def use_one_thread(device: torch.device) -> None:
     """With a GPU, let PyTorch use one thread for its work on the CPU, as under torchrun, unless OMP_NUM_THREADS is set.
 
-    To be called once models are loaded, which uses all cores. With a thread for each core, packing a micro-batch took
-    67 ms on a busy host, and 16 threads that prepare pictures kept 25 cores busy with waiting (docs/log.md).
+    To be called after models are loaded, because loading uses all cores. With a thread for each core, packing a
+    micro-batch took 67 ms on a busy host, and threads that prepare pictures kept 25 cores busy waiting (docs/log.md).
     """
     if device.type == "cuda" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)

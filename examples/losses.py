@@ -17,7 +17,7 @@ def icepop(logp, log_ratio, advantages, batch, cfg):
     """Return k · min(r·A, clip(r)·A) where k = π_old / π_sampler is in [0.5, 5], else 0 (IcePop, arXiv:2510.18855)."""
     objective, is_clipped = grpo.clipped_objective(logp, log_ratio, advantages, batch, cfg)
     k = log_importance(logp, batch, cfg).exp()
-    return torch.where((k >= 0.5) & (k <= 5), k * objective, 0.0), is_clipped
+    return torch.where((k >= 0.5) & (k <= 5), k, 0.0) * objective, is_clipped
 
 
 def sequence_mask(logp, log_ratio, advantages, batch, cfg):
@@ -28,7 +28,7 @@ def sequence_mask(logp, log_ratio, advantages, batch, cfg):
     """
     objective, is_clipped = grpo.clipped_objective(logp, log_ratio, advantages, batch, cfg)
     w = sum_by_completion(log_importance(logp, batch, cfg), batch.completion_of_token).exp()
-    return torch.where(w <= 3, w * objective, 0.0), is_clipped
+    return torch.where(w <= 3, w, 0.0) * objective, is_clipped
 
 
 def log_importance(logp, batch, cfg):

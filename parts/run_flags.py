@@ -36,7 +36,7 @@ def run_flags(run: pathlib.Path, given: set[str]) -> dict[str, Any]:
         if "--data" not in given:
             flags["data"] = config.get("eval_data")
             if not flags["data"] or RunFlags(eval_data=flags["data"]).eval_fraction:
-                sys.exit("error: the run has no eval_data of its own: add --data FILE or --benchmark NAME")
+                sys.exit("error: the run has no eval_data, or only a fraction: add --data FILE or --benchmark NAME")
         flags["task"] = config["task"]
     ignored = TASK_FLAGS if "--benchmark" in given else ()
     for field in SHARED:

@@ -1,4 +1,4 @@
-# ./run.sh vlm: a language model gets eyes, and learns to reckon with what it sees. Sourced by run.sh with $parts, the
+# ./run.sh vlm: a language model gets eyes, and learns to calculate with what it sees. Sourced by run.sh with $parts, the
 # folder with the model's packages, if they are there already.
 folder=runs/vlm
 if [ ! -f $folder/data/told-test.jsonl ]; then  # the last thing that is written

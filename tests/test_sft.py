@@ -53,6 +53,14 @@ def rows(shapes, tmp_path):
     return path
 
 
+@needs("parts/convert")
+def test_a_fraction_of_the_pictures_is_held_out(tiny_model, rows, tmp_path):
+    """Of three prompts, each with all its answers, two are left to train on."""
+    stream, held_out, *_ = sft.read_inputs(sft_config(tiny_model, rows, tmp_path / "run", eval_data="0.34"))
+    assert (len(stream.samples), len(held_out)) == (2, 1)
+    assert held_out[0].texts not in [sample.texts for sample in stream.samples]
+
+
 @pytest.mark.parametrize("budget", [30, 10000])
 def test_loss_and_gradient_are_those_of_transformers(tiny_model, rows, tmp_path, budget):
     """With several answers in a packed sequence and with one, the same to 1e-6."""

@@ -183,7 +183,7 @@ def closing_lines(cfg: Config, has_checkpoint: bool, has_pages: bool) -> str:
     run, base, model = map(shlex.quote, (cfg.output, cfg.model, f"{cfg.output}/final"))
     lines = [f"model     {model}", f"metrics   {run}/metrics.jsonl"]
     lines += [f"page      {run}/index.html, with its pictures"] if cfg.report_every and has_pages else []
-    lines.append(f"evaluate  ./run.sh eval {run}" + ("" if cfg.eval_data else " --data FILE"))
+    lines.append(f"evaluate  ./run.sh eval {run}" + ("" if cfg.eval_data and not cfg.eval_fraction else " --data FILE"))
     if has_checkpoint:
         lines.append(f"resume    the same command, with --resume --{'max_steps' if cfg.max_steps else 'epochs'} HIGHER")
     if cfg.has_adapter:
