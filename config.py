@@ -36,13 +36,12 @@ def with_recipe(arguments: list[str]) -> list[str]:
 
     Raises UserError if there is neither `--data` nor `--task`, or if the recipe has no data of its own either.
     """
+    if {"--data", "-h", "--help"} & {argument.partition("=")[0] for argument in arguments}:
+        return arguments
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--task")
-    parser.add_argument("--data")
     given, rest = parser.parse_known_args(arguments)
     recipe = RECIPES / f"{given.task}.flags"
-    if given.data is not None or {"-h", "--help"} & set(arguments):
-        return arguments
     if given.task is None:
         names = {each[2:].partition("=")[0].replace("-", "_").removeprefix("no_") for each in rest if each[:2] == "--"}
         if names - {field.name for field in fields(Config)}:  # perhaps another library's: `cli.parse` says what to give
@@ -99,12 +98,15 @@ class RowFlags:
     def check_rows(self) -> None:
         """Raise ValueError for invalid settings."""
         _ = self.named_columns
-        loaded = plugins.record()["plugin_sha256"]
-        require(all(os.path.realpath(file) in loaded for file in self.plugin), "plugin needs a start by `cli.launch`")
+        for file in self.plugin:
+            is_loaded = os.path.realpath(file) in plugins.record()["plugin_sha256"]
+            require(is_loaded, "plugin needs a start by `cli.launch`")
 
     @property
     def named_columns(self) -> Columns:
         """The user's column names. Raises ValueError if what `columns` names is no such column."""
+        if not self.columns:
+            return Columns()
         pairs = [each.partition("=")[::2] for each in self.columns]
         is_sane = all(column and name in ("prompt", "answer", "images") for name, column in pairs)
         require(is_sane, f"columns are prompt=NAME, answer=NAME and images=NAME, not {' '.join(self.columns)}")
@@ -179,10 +181,12 @@ class RewardFlags(VerifierFlags):
 
     def check_env(self) -> None:
         """Raise ValueError for invalid settings."""
+        if not self.env:
+            require(self.max_turns == RewardFlags.max_turns, "max_turns needs an environment: give env")
+            return
         require(self.max_turns >= 1, "max_turns must be at least 1")
-        require(self.env or self.max_turns == RewardFlags.max_turns, "max_turns needs an environment: give env")
-        parallel = getattr(self, "tensor_parallel", 1) > 1
-        require(not (self.env and parallel), "env needs tensor_parallel 1: its processes would get answers out of step")
+        alone = getattr(self, "tensor_parallel", 1) == 1
+        require(alone, "env needs tensor_parallel 1: its processes would get answers out of step")
 
 
 @dataclass(kw_only=True)
@@ -453,23 +457,24 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
             per_step % per_update == 0, f"prompts_per_update ({per_update}) must divide prompts_per_step ({per_step})"
         )
         self._check_partial_rollouts()
-        buffer_fits = 0 <= self.overlong_buffer <= self.max_completion_length
-        require(buffer_fits, "overlong_buffer must be between 0 and max_completion_length")
+        if not 0 <= self.overlong_buffer <= self.max_completion_length:
+            raise ValueError("overlong_buffer must be between 0 and max_completion_length")
         require(self.clip_low is None or 0 <= self.clip_low <= 1, "clip_low must be between 0 and 1")
         require(self.clip_high is None or self.clip_high >= 0, "clip_high must not be negative")
 
     def _check_partial_rollouts(self) -> None:
         require(1 <= self.max_staleness <= 100, "max_staleness must be from 1 to 100")
+        if self.oversample == 1:
+            return
         require(
             1 <= self.oversample <= self.max_staleness + 1,
             f"oversample must be from 1 to max_staleness + 1 ({self.max_staleness + 1}): what is in flight has to be "
             "trained on within max_staleness steps",
         )
-        if self.oversample > 1:
-            require(self.tensor_parallel == 1, "oversample needs tensor_parallel 1: leave one of them out")
-            draws_more = round(self.oversample * self.prompts_per_step) > self.prompts_per_step
-            require(draws_more, "oversample is too small to draw another prompt: raise it or leave it out")
-            self.check_stale_tokens("oversample needs")
+        require(self.tensor_parallel == 1, "oversample needs tensor_parallel 1: leave one of them out")
+        draws_more = round(self.oversample * self.prompts_per_step) > self.prompts_per_step
+        require(draws_more, "oversample is too small to draw another prompt: raise it or leave it out")
+        self.check_stale_tokens("oversample needs")
 
     def check_stale_tokens(self, what: str) -> None:
         """Raise ValueError if the loss would not correct for tokens that an earlier step sampled."""

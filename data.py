@@ -396,9 +396,10 @@ def check_row(
         return row.message, "", 0
     if problem := rewards.gold_problem(task, row.answer):
         return problem, "", 0
-    needed = processor.environment.columns if processor and processor.environment else ()
-    if missing := sorted(name for name in needed if row.fields.get(name) is None):
-        return f"no {missing[0]!r}, which the function of --env requires", "", 0
+    if processor and (environment := processor.environment):
+        missing = sorted(name for name in environment.columns if row.fields.get(name) is None)
+        if missing:
+            return f"no {missing[0]!r}, which the function of --env requires", "", 0
     try:
         for image in row.teacher_images:
             _check_image(image, image_sizes)

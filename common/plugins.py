@@ -26,6 +26,8 @@ _digests: dict[str, str] = {}  # their SHA-256
 
 def find(arguments: list[str], output: str) -> list[str]:
     """Return the files of `--plugin` or, without any, those of the run to resume. `output`: the default of the flag."""
+    if not {"--plugin", "--resume"} & {argument.partition("=")[0] for argument in arguments}:
+        return []
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--plugin", nargs="?", action="append", default=[])
     parser.add_argument("--resume", nargs="?", const="newest")

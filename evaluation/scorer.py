@@ -91,8 +91,8 @@ class Scorer:
                 else:
                     check_call(f"--task {task}: reward", reward, "completion=, answer=, question=, verifier=")
         self.verifier = start_math(flags) if "math" in self.weights else None
-        self.threads = 8 if self.functions or "math" in self.weights else 1  # the others take microseconds
-        self.threads = self.verifier.threads if self.verifier else self.threads
+        threads = 8 if self.functions or "math" in self.weights else 1  # the others take microseconds
+        self.threads = self.verifier.threads if self.verifier else threads
         self.workers = self._start_workers() if self.functions else None
         self.reported: set[str] = set()  # what was noted: functions of whose spans, kinds of missing verdicts
         own = get_task(self.task)

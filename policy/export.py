@@ -92,7 +92,8 @@ def write_model(
             if unties:
                 layout.add_lm_head()
             copy_settings(settings_folder(source, run), folder)
-            _edit_config(folder / "config.json", dtype, unties)
+            if dtype or unties:
+                _edit_config(folder / "config.json", dtype, unties)
             _add_end_token(folder, layout.model.config)
             plan = layout.parameters
     for path, names in console.progress(distributed.all_gather(plan)[0].items(), "exporting", unit="file"):

@@ -254,11 +254,11 @@ def plan(policy: Policy, cfg: Config, gpus: GPUs) -> Plan:
 
     Without a GPU, memory is not planned: flags alone decide, and there is always room for a sampler's copy.
     """
-    decoder, head = language_model(policy.model), policy.model.lm_head.weight
     if not gpus.on_gpu:
-        choices = len(decoder.layers) + 1  # of how many layers are checkpointed
+        choices = len(language_model(policy.model).layers) + 1  # of how many layers are checkpointed
         sharding = _choose_sharding(cfg, gpus, 0.0)
         return Plan(cfg, gpus, sharding, token_bytes=(1.0,) * choices, expert_bytes=(0,) * choices)
+    decoder, head = language_model(policy.model), policy.model.lm_head.weight
     size, parameters = compute_dtype(cfg.dtype, gpus.device).itemsize, list(policy.parameters())
     tower, quantised = set(vision_parameters(policy.model)), is_quantised(policy)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
@@ -336,8 +336,8 @@ def _cache_bytes(text: transformers.PreTrainedConfig, cfg: Config, processes: in
 
 
 def limit_allocator(limit: float, device: torch.device) -> None:
-    """Limit this process to `limit` GiB of its GPU; 0: no limit."""
-    if limit and device.type == "cuda":
+    """Limit this process to `limit` GiB of its GPU, if it has one."""
+    if device.type == "cuda":
         fraction = distributed.memory_fraction(max(limit - CUDA_GIB, 0.1))  # it holds for the allocator only
         torch.cuda.set_per_process_memory_fraction(fraction, device)
 

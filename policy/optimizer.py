@@ -122,14 +122,19 @@ def init_adam_state(optimizer: torch.optim.AdamW) -> None:
     PyTorch's own code would create the state with a dummy step, which would increment `step`.
     """
     parameters = [(parameter, group["fused"]) for group in optimizer.param_groups for parameter in group["params"]]
-    sizes = [local_tensor(parameter).numel() for parameter, _ in parameters for _ in MOMENTS]
-    host_buffers = pinned_slots(sizes, pinned=parameters[0][0].is_cuda)
+    slots = moment_slots([parameter for parameter, _ in parameters]) if isinstance(optimizer, HostAdamW) else None
     for parameter, fused in parameters:
         step = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu")
         optimizer.state[parameter] = {"step": step} | {name: torch.zeros_like(parameter) for name in MOMENTS}
-        for name in MOMENTS if isinstance(optimizer, HostAdamW) else ():
+        for name in MOMENTS if slots else ():  # at once, so that the GPU never holds all of them
             moment = local_tensor(optimizer.state[parameter][name])
-            moment.data = next(host_buffers).view(moment.shape)
+            moment.data = next(slots).view(moment.shape)
+
+
+def moment_slots(parameters: list[nn.Parameter]) -> Iterator[Tensor]:
+    """Yield a tensor in host memory for each moment of each of `parameters`."""
+    sizes = [local_tensor(parameter).numel() for parameter in parameters for _ in MOMENTS]
+    return pinned_slots(sizes, pinned=parameters[0].is_cuda)
 
 
 def lr_factor(update: int, updates: int, warmup: float, schedule: str) -> float:

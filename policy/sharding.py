@@ -106,7 +106,7 @@ def _place_replicated(policy: Policy, device: torch.device, dtype: torch.dtype) 
     # The policy's adapter weights in a frozen tower are exported unchanged, so they keep their dtype. The reference's
     # adapter weights are cast here, and the policy's are cast in the forward pass. If only one adapter were cast, the
     # KL term would not start at zero.
-    exported = set(adapter_parameters(policy.model).values())
+    exported = set(adapter_parameters(policy.model).values()) if has_adapter(policy.model) else set()
     for parameter in replicated:
         keep_dtype = parameter in exported or not parameter.is_floating_point()
         new_dtype = parameter.dtype if keep_dtype else dtype

@@ -137,8 +137,7 @@ class Loop:
         run.log.metrics(run.step, metrics)
         run.log.print_step(run.step, max(run.steps_left, 0), metrics)
         stopping = bool(problem or interrupted)
-        every = run.cfg.save_every
-        is_due = bool(run.step and every and run.step % every == 0)
+        is_due = bool(run.step and run.cfg.save_every and run.step % run.cfg.save_every == 0)
         if stopping or write_failed or self.checkpoints.save_failed or is_due:
             self.save(run, wait=stopping)
         if problem:

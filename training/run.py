@@ -135,14 +135,14 @@ def check_start_survives(cfg: Config) -> None:
 def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, RequestLimits]:
     """Read and check every row and reward; return the training rows, the held-out rows, the rewards and the limits."""
     scorer = Scorer(cfg.task, cfg, cfg.overlong_buffer)
-    has_reward = any(scorer.weights.values())
-    if not (has_reward or cfg.teacher):
-        raise UserError("--reward: every reward has the weight 0, so there is nothing to train for")
-    needing = {"dynamic_sampling_rounds": cfg.dynamic_sampling_rounds, "overlong_buffer": cfg.overlong_buffer}
-    for flag, is_on in (needing | {"advantage gdpo": cfg.advantage == "gdpo"}).items():
-        if is_on and not has_reward:
-            raise UserError(f"--{flag} needs a reward: every reward has the weight 0")
-    if has_reward and cfg.num_generations < 2:
+    if not any(scorer.weights.values()):
+        if not cfg.teacher:
+            raise UserError("--reward: every reward has the weight 0, so there is nothing to train for")
+        needing = {"dynamic_sampling_rounds": cfg.dynamic_sampling_rounds, "overlong_buffer": cfg.overlong_buffer}
+        for flag, is_on in (needing | {"advantage gdpo": cfg.advantage == "gdpo"}).items():
+            if is_on:
+                raise UserError(f"--{flag} needs a reward: every reward has the weight 0")
+    elif cfg.num_generations < 2:
         raise UserError(
             "--num_generations 1: rewards are compared within a group; with a teacher alone, give them weight 0"
         )
@@ -194,7 +194,8 @@ def load_models(
     if planned.gpus.on_gpu and planned.gpus.number > 1:
         state = (planned.resting + planned.gradients) / GIB
         console.log(f"sharding: {planned.sharding} (weights, gradients, optimizer: {state:.1f} GiB on each GPU)")
-    limit_allocator(cfg.gpu_memory, device)
+    if cfg.gpu_memory:
+        limit_allocator(cfg.gpu_memory, device)
     if not cfg.engine:
         planned.check(needs_copy=False)
     engine = start_sampler(cfg, planned, policy, processor, limits) if cfg.engine else None

@@ -74,8 +74,9 @@ class RunLog:
 
     def begin(self, name: str, is_valid: Callable[[dict], bool]) -> list[dict]:
         """Create the log file `name` and return its rows: after a resume, those up to the step of the checkpoint."""
-        rows = read_jsonl(self.folder / name, is_valid) if self.resumed_step is not None else []
-        rows = [row for row in rows if row["step"] <= self.resumed_step]
+        rows = []
+        if (last := self.resumed_step) is not None:
+            rows = [row for row in read_jsonl(self.folder / name, is_valid) if row["step"] <= last]
         atomic_write(self.folder / name, json_lines(rows))
         return rows
 
