@@ -83,8 +83,12 @@ async def reserve_room(app: ASGIApp, scope: Scope, receive: Receive, send: Send)
             await run_in_threadpool(store.reserve, file_id, reserved)
         return message
 
+    async def answer(message: Message) -> None:
+        store.reserved.pop(file_id, None)  # before the reply, so that whoever gets it finds the room
+        await send(message)
+
     try:
-        await app(scope, counted, send)
+        await app(scope, counted, answer)
     finally:
         store.reserved.pop(file_id, None)
 

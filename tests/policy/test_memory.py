@@ -282,9 +282,8 @@ def test_the_allocator_keeps_to_the_limit(monkeypatch):
     fractions = []
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *args: fractions.append(args))
     monkeypatch.setattr(distributed, "memory_fraction", lambda gib: gib / 100)
-    for limit in (0.0, 10.0):
-        memory.limit_allocator(limit, memory.CUDA)
-        memory.limit_allocator(limit, CPU)
+    for device in (memory.CUDA, CPU):
+        memory.limit_allocator(10.0, device)
     assert fractions == [((10 - memory.CUDA_GIB) / 100, memory.CUDA)]
 
 
