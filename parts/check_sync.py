@@ -1,6 +1,6 @@
 """After each sync, compare every weight in vLLM with the trainer's: --plugin parts/check_sync.py.
 
-Imports the core. Nothing asks for it but that flag. It takes as long as the sync itself.
+Imports the core. Nothing asks for it but that flag.
 """
 
 import dataclasses

@@ -385,7 +385,6 @@ def check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> No
             f"--resume: {folder} belongs to another run ({', '.join(conflicts)}): "
             "use the same settings, or a new --output without --resume"
         )
-    changes |= {name: f"{name} was {old[name]} and is no setting any more" for name in sorted(old.keys() - new.keys())}
     if changes:
         console.log(f"settings changed since the checkpoint: {', '.join(changes.values())}")
 
@@ -404,7 +403,7 @@ def main(cfg: Config) -> None:
     if Path(cfg.output).exists():
         raise UserError(f"--output {cfg.output!r} already exists: remove it or choose another folder")
     saved = read_progress(folder)["config"]
-    flags = PolicyFlags(**{field.name: saved[field.name] for field in fields(PolicyFlags) if field.name in saved})
+    flags = PolicyFlags(**{field.name: saved[field.name] for field in fields(PolicyFlags)})
     with reading(folder):
         policy = load_policy(saved["model"], flags, torch.device("cpu") if not flags.load_in_4bit else device)
         dcp.load({"policy": get_model_state_dict(policy, options=TRAINED)}, checkpoint_id=folder)

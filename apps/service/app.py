@@ -233,7 +233,7 @@ def train(request: Request, store: StoreDep, body: TrainRequest) -> Started:
     held_out = min(0.2, MAX_HELD_OUT / images) if images >= MIN_IMAGES else 0.0
     steps = math.ceil(training.num_epochs * file["usable_rows"] * (1 - held_out) / prompts)
     flags |= {"prompts_per_step": prompts, "max_completion_length": 64}
-    flags |= {"eval_data": f"{held_out:.20f}"} if held_out else {}
+    flags |= {"eval_data": str(held_out)} if held_out else {}
     settings = {"flags": flags, "request": body.model_dump()}
     job, is_resumed = store.add_or_resume(body.job_name, body.data_file_id, model, settings, steps)
     note = None if "temperature" in training.model_fields_set else TEMPERATURE_NOTE.format(training.temperature)
@@ -381,11 +381,8 @@ def pack_result(store: Store, job: Job, scratch: pathlib.Path) -> pathlib.Path:
         for name, content in contents.items():
             archive.writestr(name, json.dumps(content, indent=1) + "\n")
         note = string.Template((PAGE / "HOW_TO_LOAD.txt").read_text())
-        values = {
-            "BASE": job.model,
-            "SYSTEM": TASKS["count"].system,
-            "MAX_PIXELS": job.settings["flags"].get("max_pixels"),
-        }
+        pixels = job.settings["flags"]["max_pixels"]
+        values = {"BASE": job.model, "SYSTEM": TASKS["count"].system, "MAX_PIXELS": pixels}
         archive.writestr("HOW_TO_LOAD.txt", note.substitute(values))
     return scratch / "result.zip"
 

@@ -187,11 +187,6 @@ def test_a_resumed_run_has_the_same_objective_and_rows(saved, tiny_model, shapes
     )
 
 
-def test_a_setting_of_an_earlier_version_is_told(capsys):
-    checkpoint.check_settings(pathlib.Path("c"), {"beta": 0.1, "max_side": 512}, {"beta": 0.1})
-    assert "checkpoint: max_side was 512 and is no setting any more" in capsys.readouterr().err
-
-
 def test_learning_rate_and_weight_decay_follow_the_new_command(saved, tiny_model, shapes, tmp_path):
     flags = dict(learning_rate=1e-4, weight_decay=0.3, lr_schedule="constant", warmup=0)
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, resume=str(saved / "checkpoint-2"), max_steps=4, **flags))
