@@ -1,8 +1,11 @@
 """Tests that need a GPU: variable-length attention kernels, bfloat16, runs on the device and memory limits."""
 
 import copy
+import csv
 import importlib
 import importlib.util
+import json
+import pathlib
 import shlex
 import subprocess
 import sys
@@ -29,7 +32,7 @@ from tests.helpers.models import (
     make_group,
     skip_without_linear_attention,
 )
-from tests.helpers.scripts import ROOT
+from tests.helpers.scripts import ROOT, run_script
 from training.metrics import memory_flushes
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no NVIDIA GPU")
@@ -237,6 +240,23 @@ def test_a_run_on_the_device(tiny_model, shapes, tmp_path):
         assert missing <= {"mfu", "sampling/logp_difference_text"}
         assert row["sampling/logp_difference_mean"] < 0.02
         assert row["memory_gib"] > 0
+
+
+def test_the_file_at_speed_has_the_log_probabilities_of_the_full_code(tiny_model, shapes, tmp_path):
+    """Both compute in bfloat16: they are as far apart as each is from float32, or less."""
+    pytest.importorskip("lesson.grpo_at_speed", reason="needs lesson/, which is not here")
+    with (pathlib.Path(shapes) / "main.csv").open() as file:
+        drawn = [f"{shapes}/{row['images_path']}" for row in csv.DictReader(file)]
+    rows = [{"prompt": "<image>How many?", "answer": "3", "images": [path]} for path in drawn]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = tmp_path / "result.json"
+    worker = "tests/helpers/at_speed_gpu_worker.py"
+    process = run_script(worker, tiny_model, tmp_path / "rows.jsonl", result, processes=1)
+    assert process.returncode == 0, process.stderr[-3000:]
+    apart = json.loads(result.read_text())
+    print(apart)
+    assert 0 < apart["files"] < 0.01
+    assert 0 < apart["one"] < 0.03 and 0 < apart["full"] < 0.03
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------
