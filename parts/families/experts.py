@@ -3,8 +3,7 @@
 Shapes: N tokens, D hidden size, E experts, k experts per token.
 """
 
-import functools
-from collections.abc import Callable
+import types
 
 import torch
 import torch.nn.functional as F
@@ -26,17 +25,18 @@ def prepare_experts(model: transformers.PreTrainedModel) -> None:
     one_by_one = getattr(modeling_aria, "AriaGroupedExpertsGemm", ())  # newer releases of transformers have none
     for name, router in routers(model).items():
         choose = _logits if isinstance(router, nn.Linear) else _choose_experts
-        router.forward = functools.partial(choose, router)
+        router.forward = types.MethodType(choose, router)  # torch.compile takes methods of all layers for the same
         experts = model.get_submodule(name.rpartition(".")[0]).experts
-        experts.forward = torch.compiler.disable(functools.partial(_in_input_dtype, experts.forward))
+        experts.forward = types.MethodType(_in_input_dtype, experts)
         for module in experts.modules():
             if isinstance(module, one_by_one):  # transformers multiplies by one expert after the other
-                module.forward = functools.partial(_grouped_product, module)
+                module.forward = types.MethodType(_grouped_product, module)
 
 
-def _in_input_dtype(forward: Callable[..., Tensor], hidden: Tensor, *routing: Tensor) -> Tensor:
-    """Call the `forward` method of experts and round its output, a sum weighted in float32, like its input."""
-    return forward(hidden, *routing).to(hidden.dtype)
+@torch.compiler.disable
+def _in_input_dtype(experts: nn.Module, hidden: Tensor, *routing: Tensor) -> Tensor:
+    """Run `experts` and round their output, a sum weighted in float32, like their input."""
+    return type(experts).forward(experts, hidden, *routing).to(hidden.dtype)
 
 
 def _logits(router: nn.Linear, hidden: Tensor) -> Tensor:

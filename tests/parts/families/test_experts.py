@@ -1,0 +1,27 @@
+"""Tests of mixtures of experts in compiled layers."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from packing import pack
+from policy.forward import enable_packed_forward, token_logprobs
+from tests.helpers.models import build, make_group
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "aria"])
+def test_all_layers_share_their_compiled_code(family, monkeypatch):
+    """Beyond torch.compile's limit of 16 versions, layers would run operation by operation."""
+    trace = torch.compile  # with Python in place of kernels, which take long to build on a CPU
+    monkeypatch.setattr(torch, "compile", lambda function, **_: trace(function, dynamic=True, backend="eager"))
+    graphs = []
+    for num_layers in (2, 5):
+        torch._dynamo.reset()
+        counters.clear()
+        model = build(family, num_hidden_layers=num_layers)
+        enable_packed_forward(model, compiled=True)
+        group = make_group(model, family, 40, [(4, 4)], [3, 5], torch.Generator().manual_seed(1))
+        logp, _ = token_logprobs(model, pack([group]))
+        assert logp.isfinite().all()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] > 0
