@@ -16,7 +16,7 @@ from tests.helpers.scripts import run_script
 pytest.importorskip("parts.turns", reason="needs parts/turns, which is not here")
 pytest.importorskip("apps", reason="needs apps/, which is not here")
 
-from apps.bench import speed, tail, turns
+from apps.bench import routes, speed, tail, turns
 from apps.demo.tiny import byte_tokenizer
 
 SMALL = ["--shape=tiny", "--prompts=1", "--steps=1", "--flags", "compile=false"]  # further flags of grpo.py may follow
@@ -61,6 +61,8 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
     for config in (speed.Config, tail.Config, turns.Config):
         with pytest.raises(ValueError, match="3b needs a GPU, and there is none: use --shape tiny"):
             config()
+    with pytest.raises(ValueError, match="30b needs a GPU, and there is none: use --shape tiny_moe"):
+        routes.Config()
 
 
 @pytest.mark.parametrize("bench", [speed, tail, turns])
@@ -138,6 +140,50 @@ def test_weights_that_are_not_saved_cannot_be_quantised():
         ValueError, match="flags: load_in_4bit needs saved weights, and tiny_moe has none: leave it out"
     ):
         speed.Config(shape="tiny_moe", flags=("lora_rank=4", "load_in_4bit=true"))
+
+
+def test_routes_are_measured_only_where_there_are_some(monkeypatch):
+    """Of a model with experts, and with the one sampler that tells which it takes."""
+    for flags, reason in (
+        (dict(shape="tiny"), "tiny has no experts: use 30b or, without a GPU, tiny_moe"),
+        (dict(flags=("engine=hf",)), "engine=hf tells nobody which experts it takes: leave it out"),
+        (dict(flags=("env=crop",)), "env and oversample sample a completion in several requests: leave them out"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            routes.Config(**dict(shape="tiny_moe") | flags)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"vLLM, which this measures, is not installed: pip install -r"):
+        routes.Config(shape="tiny_moe")
+
+
+def test_the_figures_of_routes():
+    """Two layers of four experts. The second of three tokens goes elsewhere, with one of its experts, in one layer."""
+    chosen = torch.tensor([[[0, 1], [3, 2]], [[0, 1], [0, 2]], [[0, 2], [1, 2]]])
+    sampled = torch.tensor([[[1, 0], [2, 3]], [[1, 0], [2, 3]], [[2, 0], [1, 2]]], dtype=torch.uint8)
+    weights = torch.tensor([0.75, 0.25]).expand(3, 2, 2)
+    gaps = torch.tensor([0.1, 0.5, 0.3])
+    tokens = [slice(0, 2), slice(2, 3)]  # of two completions
+    found = routes.figures(
+        [routes.differences(*(each[i] for each in (chosen, weights, gaps, sampled)), 4) for i in tokens]
+    )
+    assert found.pop("layers") == pytest.approx([0, 1 / 3])
+    assert found == pytest.approx(
+        {
+            "tokens": 3,
+            "pairs that differ": 1 / 6,
+            "in the first layer": 0,
+            "in the middle layer": 1 / 3,
+            "in the last layer": 1 / 3,
+            "experts that differ in such a pair": 1,
+            "router weight on other experts": 0.75 / 6,
+            "tokens that differ in some layer": 1 / 3,
+            "logp difference of these": 0.5,
+            "logp difference of the others": 0.2,
+            "load of the busiest expert, mean": 2,
+            "load of the busiest expert, worst layer": 2,
+            "deviation of the load": (5**0.5 + 3**0.5) / 6,
+        }
+    )
 
 
 @needs("parts/partial.py")

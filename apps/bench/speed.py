@@ -111,7 +111,8 @@ class BenchFlags:
         if "experts" in SHAPES[self.shape] and parse_flags(self.flags).get("load_in_4bit"):
             raise ValueError(f"flags: load_in_4bit needs saved weights, and {self.shape} has none: leave it out")
         if self.shape not in TINY and not torch.cuda.is_available():
-            raise ValueError(f"shape: {self.shape} needs a GPU, and there is none: use --shape tiny")
+            tiny_shape = "tiny_moe" if "experts" in SHAPES[self.shape] else "tiny"
+            raise ValueError(f"shape: {self.shape} needs a GPU, and there is none: use --shape {tiny_shape}")
 
 
 @dataclass

