@@ -476,7 +476,8 @@ class Sampler:
         for i, prompt in enumerate(prompts):
             request: dict[str, Any] = {"prompt_token_ids": prompt.sampler_ids}
             if prompt.features is not None:
-                picture = {"image_embeds": prompt.features, "image_grid_thw": prompt.vision["image_grid_thw"]}
+                features = prompt.features.cpu()  # vLLM pins them
+                picture = {"image_embeds": features, "image_grid_thw": prompt.vision["image_grid_thw"]}
                 request["multi_modal_data"] = {"image": picture}
             requests.append(request)
             seed = hash((settings.seed, step, dist.get_rank(), i)) % 2**31

@@ -129,6 +129,7 @@ def process() -> None:
             full = weight.full_tensor() if isinstance(weight, lesson.DTensor) else weight
             state[name] = full.to("cpu", torch.bfloat16)
         lesson.save_file(state, folder / "model.safetensors")
+        torch.cuda.empty_cache()
         self.llm.wake_up(tags=["weights"])
         self.llm.collective_rpc("reload_weights")
         self.llm.wake_up(tags=["kv_cache"])

@@ -22,7 +22,10 @@ import policy.sharding
 import rollout
 from policy.model import auto_class, load_config
 
-STD = 0.02  # of every matrix, as in transformers' own initialisation
+STD = 0.02  # of a matrix, as in transformers' own initialisation
+# Random attention averages its values, which gives all tokens the same direction, layer by layer. They would then all go
+# to the same experts (the busiest had 16 times the mean, the most there can be): no work like that of a trained model.
+ATTENTION_STD = 0.001  # of the matrices behind attention; the busiest expert of a layer has 1.5 times the mean
 read_state = policy.sharding._state_to_send
 
 
@@ -70,4 +73,5 @@ def random_weight(name: str, shape: torch.Size) -> Tensor:
     if len(shape) == 1:
         return torch.ones(shape, device=device)
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
-    return torch.empty(shape, device=device).normal_(std=STD, generator=generator)
+    std = ATTENTION_STD if "o_proj" in name and "lora" not in name else STD
+    return torch.empty(shape, device=device).normal_(std=std, generator=generator)

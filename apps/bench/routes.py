@@ -13,19 +13,19 @@ Shapes: N tokens, T tokens of a micro-batch, S of a prompt, L of a completion, M
 per token.
 """
 
-import functools
 import importlib.util
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
@@ -124,13 +124,15 @@ def keep_choices(model: transformers.PreTrainedModel) -> Choices:
     """
     choices: Choices = []
 
-    def keep_and_forward(forward: Callable[..., Tensor], hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    @torch.compiler.disable
+    def keep_and_forward(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         choices.append((chosen, weights))
-        return forward(hidden, chosen, weights)
+        return forward(experts, hidden, chosen, weights)
 
     for name in routers(model):
         experts = model.get_submodule(name.rpartition(".")[0]).experts
-        experts.forward = torch.compiler.disable(functools.partial(keep_and_forward, experts.forward))
+        forward = experts.forward.__func__  # the same for all layers, as torch.compile wants it
+        experts.forward = types.MethodType(keep_and_forward, experts)
     return choices
 
 
