@@ -23,8 +23,8 @@ import rollout
 from policy.model import auto_class, load_config
 
 STD = 0.02  # of a matrix, as in transformers' own initialisation
-# Random attention averages its values, which gives all tokens the same direction, layer by layer. They would then all go
-# to the same experts (the busiest had 16 times the mean, the most there can be): no work like that of a trained model.
+# Random attention averages its values, which gives all tokens the same direction, layer by layer. All would then go to
+# the same experts (the busiest had 16 times the mean, the most there can be), unlike those of a trained model.
 ATTENTION_STD = 0.001  # of the matrices behind attention; the busiest expert of a layer has 1.5 times the mean
 read_state = policy.sharding._state_to_send
 
