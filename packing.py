@@ -147,8 +147,8 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
     for i, own, completion in zip(prompt_of, indices[len(prompts) :], completions):
         keys += [indices[i], own]
         before, positions = torch.cat([indices[i][-1:], own[:-1]]), next_position[i] + torch.arange(len(own))
-        if seen := completion.trajectory:
-            before, positions = before[seen.loss_mask], seen.position_ids  # the mask leaves out what it only saw
+        if trajectory := completion.trajectory:
+            before, positions = before[trajectory.loss_mask], trajectory.position_ids  # the mask: what it sampled
         predict_from.append(before)
         position_parts.append(positions.expand(len(position_parts[i]), -1))
     k_lens = prompt_lengths + [prompt_lengths[i] + each.tokens for i, each in zip(prompt_of, completions)]

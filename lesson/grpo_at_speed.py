@@ -19,7 +19,8 @@ other models (policy/families.py), adapters and 4-bit weights (policy/lora.py), 
 (parts/pages/).
 
 With the same completions, it computes the log-probabilities and weights of the full code, on a CPU
-(tests/test_lesson.py), where it also runs with vLLM's build for CPUs. It has not run on a GPU yet.
+(tests/test_lesson.py), where it also runs with vLLM's build for CPUs. On a GPU, its log-probabilities are within what
+bfloat16 allows of the full code's (tests/test_gpu.py). A whole run with vLLM has not been seen there yet.
 
 Words: a group is a prompt and its completions; a micro-batch, or part, is the groups of one forward and backward pass.
 

@@ -74,7 +74,7 @@ class Vision:
     inputs: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     """Turns the image processor's output into the model's inputs. Their first dimensions count patches, tiles or
     images, in order, so that the inputs of several prompts can be concatenated."""
-    parts: tuple[str, ...]
+    modules: tuple[str, ...]
     """The vision tower, then the projector if it is separate, as attributes of `model.model`."""
     blocks: str  # the list of the vision tower's layers, as an attribute of `model.model`
     token: str  # the image token; the chat template writes one for each picture
@@ -169,7 +169,7 @@ def head_dim(config: Config) -> int:
 def vision_parts(model: transformers.PreTrainedModel) -> dict[str, nn.Module]:
     """Return the vision tower and the projector of `model`, by name; nothing for a text model."""
     vision = find_family(model.config).vision
-    return {name: model.model.get_submodule(name) for name in vision.parts} if vision else {}
+    return {name: model.model.get_submodule(name) for name in vision.modules} if vision else {}
 
 
 def vision_blocks(model: transformers.PreTrainedModel) -> nn.ModuleList | list[nn.Module]:
@@ -274,7 +274,7 @@ def grid_vision(image_processor: str, token: str, vllm_features: bool) -> Vision
         prepare_images=_prepare_grids,
         blank=_blank_grid,
         inputs=outputs("pixel_values", "image_grid_thw"),
-        parts=("visual",),
+        modules=("visual",),
         blocks="visual.blocks",
         token=token,
         vllm_features=vllm_features,

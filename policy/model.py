@@ -215,13 +215,13 @@ def four_bit_config(dtype: torch.dtype, config: transformers.PreTrainedConfig) -
     the sampler uses their features. Routed experts stay in `dtype`, since bitsandbytes quantises linear layers only.
     """
     family = find_family(config)
-    parts = [f"model.{part}" for part in family.vision.parts] if family.vision else []  # matched from the name's start
+    vision = [f"model.{name}" for name in family.vision.modules] if family.vision else []  # matched from the start
     return transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=["lm_head", *parts, family.router or "router"],
+        llm_int8_skip_modules=["lm_head", *vision, family.router or "router"],
     )
 
 

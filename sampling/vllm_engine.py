@@ -128,7 +128,7 @@ class VLLMEngine:
         sent = {id(prompt): prompt for prompt in prompts if prompt.images and not self._takes_features(prompt)}
         with_images = [*sent.values()]
         if with_images and not self.pixels_checked:
-            with record_tower_inputs(self.llm, self.vision.parts[0]) as tower_inputs:
+            with record_tower_inputs(self.llm, self.vision.modules[0]) as tower_inputs:
                 self._run([Request(prompt, NOTHING.ids, 0, 0, 1) for prompt in with_images], Sampling(1, 1))
             check_pixels(with_images, tower_inputs)
             self.pixels_checked = True

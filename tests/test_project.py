@@ -31,7 +31,7 @@ pytest.importorskip("parts.pages", reason="checks the whole tree, and parts/page
 from apps import fits
 from apps.demo import real, smoke, tiny, vlm, zoom
 from apps.service import app
-from lesson import grpo_in_one_file
+from lesson import grpo_at_speed, grpo_in_one_file
 from parts import convert
 from parts.pages import __main__ as pages
 from recipes import click_rows
@@ -289,7 +289,7 @@ def test_the_readme_shows_the_step_as_it_stands():
 
 def known_flags() -> set[str]:
     """Return the flags of the project's scripts and benchmarks, and those of other programs that the documents run."""
-    configs = [*CONFIGS.values(), grpo_in_one_file.Settings]
+    configs = [*CONFIGS.values(), grpo_in_one_file.Settings, grpo_at_speed.Settings]
     known = {"solution"} | {field.name for config in configs for field in dataclasses.fields(config)}
     for path in (ROOT / "apps/bench").glob("*.py"):
         fields = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AnnAssign)]

@@ -21,8 +21,8 @@ def in_tokens(group: ScoredGroup, processor: Processor) -> list[Rewards]:
     found = []
     for rollout, rewards in zip(group.rollouts, group.rewards):
         first, opening = 0, group.prompt.opening
-        if seen := rollout.trajectory:  # rewards see the text of the last turn
-            first, opening = len(rollout.ids) - seen.turn_lengths[-1], seen.opening
+        if trajectory := rollout.trajectory:  # rewards see the text of the last turn
+            first, opening = len(rollout.ids) - trajectory.turn_lengths[-1], trajectory.opening
         last_turn = replace(rollout, ids=rollout.ids[first:])
         starts = token_starts(last_turn, opening, processor) if rewards.spans else []
         edges = [(first + bisect_left(starts, s.start), first + bisect_left(starts, s.end)) for s in rewards.spans]

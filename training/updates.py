@@ -51,8 +51,8 @@ class Updater:
     ):
         """`before_change` is called before the trained weights change; for `interrupted`, see `Collector`."""
         self.cfg, self.policy, self.reference, self.optimizers = cfg, policy, reference, optimizers
-        self.groups = [group for optimizer, _ in optimizers for group in optimizer.param_groups]
-        self.first_groups = [dict(group) for group in self.groups]  # to see what an optimizer changes in them
+        self.param_groups = [group for optimizer, _ in optimizers for group in optimizer.param_groups]
+        self.first_param_groups = [dict(group) for group in self.param_groups]  # to see what changes
         self.micro_batch_tokens = micro_batch_tokens  # maximum tokens of a micro-batch
         self.clock, self.interrupted, self.before_change = clock, interrupted, before_change
         self.vision_cost, self.has_dropout = vision_cost_per_token(policy), has_dropout(policy.model)
@@ -70,7 +70,7 @@ class Updater:
         """Return what a checkpoint holds besides the weights and the state that optimizers keep for them."""
         changes = [
             {key: value for key, value in new.items() if key not in ("params", "lr") and value != old.get(key)}
-            for new, old in zip(self.groups, self.first_groups)
+            for new, old in zip(self.param_groups, self.first_param_groups)
         ]
         schedulers = [scheduler.state_dict() for _, scheduler in self.optimizers]
         state = {"schedulers": schedulers, "groups": changes, "num_updates": self.num_updates}
@@ -84,7 +84,7 @@ class Updater:
             scheduler.load_state_dict(saved | {"base_lrs": scheduler.base_lrs})
             for group, rate, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):
                 group["lr"] = rate * factor(scheduler.last_epoch)
-        for group, changes in zip(self.groups, state["groups"]):
+        for group, changes in zip(self.param_groups, state["groups"]):
             group.update(changes)
 
     def balance(self, groups: list[Group]) -> list[Group]:
@@ -210,6 +210,6 @@ class Updater:
 
 def _for_teacher(group: Group) -> Group:
     """Return `group` as the teacher sees it."""
-    seen = [each.trajectory and (each.trajectory.for_teacher or each.trajectory) for each in group.completions]
-    completions = [replace(each, trajectory=trajectory) for each, trajectory in zip(group.completions, seen)]
+    trajectories = [each.trajectory and (each.trajectory.for_teacher or each.trajectory) for each in group.completions]
+    completions = [replace(each, trajectory=trajectory) for each, trajectory in zip(group.completions, trajectories)]
     return replace(group, prompt=group.prompt.for_teacher, completions=completions)

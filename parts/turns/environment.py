@@ -49,8 +49,8 @@ class RunEnvironment:
 
     def add_features(self, policy: Policy, rollouts: Sequence[Rollout]) -> None:
         """Set the image features of the episodes that lack them, if the vision tower of `policy` is frozen."""
-        seen = [rollout.trajectory for rollout in rollouts if rollout.trajectory]
-        lacking = [each for each in seen if each.images and each.features is None]
+        trajectories = [rollout.trajectory for rollout in rollouts if rollout.trajectory]
+        lacking = [each for each in trajectories if each.images and each.features is None]
         if lacking and not trains_vision(policy.model):
             add_features(policy, None, lacking)
 

@@ -251,10 +251,10 @@ class Episode:
 
     def rollout(self, output: Output = NOTHING) -> Rollout:
         """Return what was sampled in all turns, with all of the trajectory. `output`: of the turn that is not over."""
-        trajectory, prompt, seen = self.trajectory, self.prompt, self.request.prompt
-        following = len(prompt.ids) + len(trajectory.ids) - len(seen.ids)
-        trajectory.position_ids = continued_position_ids(seen, following)[:, len(prompt.ids) :]
-        parts = [part for part in seen.parts[1:] if part.images]
+        trajectory, prompt, last = self.trajectory, self.prompt, self.request.prompt
+        following = len(prompt.ids) + len(trajectory.ids) - len(last.ids)
+        trajectory.position_ids = continued_position_ids(last, following)[:, len(prompt.ids) :]
+        parts = [part for part in last.parts[1:] if part.images]
         if parts and all(part.features is not None for part in parts):
             trajectory.features = torch.cat([part.features for part in parts])
         elif parts:

@@ -143,7 +143,7 @@ def main(model: str, dtype: str, out: str) -> None:
     results["rollouts"] = describe(first)
     results["order"] = [name for name, *_ in turns.requests]
     if turns.with_images:
-        with record_tower_inputs(turns.engine.llm, turns.processor.family.vision.parts[0]) as tower_inputs:
+        with record_tower_inputs(turns.engine.llm, turns.processor.family.vision.modules[0]) as tower_inputs:
             again = turns.sample(kinds)
         images = [image for group in again for rollout in group for image in rollout.trajectory.images]
         images += [image for prompt in turns.prompts for image in prompt.images]

@@ -114,7 +114,7 @@ def test_a_run_with_two_rates_is_resumed_bit_for_bit_and_may_change_them(tiny_mo
     for rate, expected in ((None, 1e-3), (2e-3, 2e-3)):
         capsys.readouterr()
         run = grpo.set_up(config(tiny_model, shapes, tmp_path / f"other-{rate}", **chosen | {"vision_rate": rate}))
-        assert [group["lr"] for group in run.updater.groups] == [1e-3, 1e-3, expected, expected]
+        assert [group["lr"] for group in run.updater.param_groups] == [1e-3, 1e-3, expected, expected]
         assert f"vision_rate was 0.004, is {rate}" in capsys.readouterr().err
 
 

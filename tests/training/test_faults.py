@@ -190,7 +190,7 @@ def test_a_resumed_run_has_the_same_objective_and_rows(saved, tiny_model, shapes
 def test_learning_rate_and_weight_decay_follow_the_new_command(saved, tiny_model, shapes, tmp_path):
     flags = dict(learning_rate=1e-4, weight_decay=0.3, lr_schedule="constant", warmup=0)
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, resume=str(saved / "checkpoint-2"), max_steps=4, **flags))
-    assert [(group["lr"], group["weight_decay"]) for group in run.updater.groups] == [
+    assert [(group["lr"], group["weight_decay"]) for group in run.updater.param_groups] == [
         (1e-4, 0.3),
         (1e-4, 0.0),
     ] * 2
@@ -212,7 +212,7 @@ def test_without_a_learning_rate_the_run_says_which_it_takes(flags, said, saved,
         flags = {name: str(saved / value) if name == "resume" else value for name, value in flags.items()}
         run = grpo.set_up(config(tiny_model, shapes, tmp_path, learning_rate=None, **flags))
     rate = float(said.split()[0])
-    assert {group["lr"] for group in run.updater.groups} == {rate}
+    assert {group["lr"] for group in run.updater.param_groups} == {rate}
     assert json.loads((tmp_path / "config.json").read_text())["learning_rate"] == rate
     assert f"learning rate: {said}" in err.getvalue() and "learning_rate was" not in err.getvalue()
 

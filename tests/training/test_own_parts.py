@@ -125,7 +125,7 @@ def test_saving_takes_no_dummy_step(own, tiny_model, shapes, tmp_path):
     own(two_optimizers)
     run = grpo.set_up(config(tiny_model, shapes, tmp_path, max_steps=2))
     run.loop.save(run, wait=True)
-    assert not run.updater.optimizers[1][0].state and "steps" not in run.updater.groups[-1]
+    assert not run.updater.optimizers[1][0].state and "steps" not in run.updater.param_groups[-1]
     resumed = grpo.set_up(config(tiny_model, shapes, tmp_path, max_steps=2, resume="newest"))
     assert not resumed.updater.optimizers[1][0].state
     resumed.loop.train(resumed, grpo.train_step)
