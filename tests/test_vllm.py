@@ -338,6 +338,24 @@ def test_sampler_and_trainer_send_tokens_to_the_same_experts(tmp_path):
     assert 0 < report["completions"]["logp difference of the others"] < TOLERANCE
 
 
+@needs("parts/families")
+@pytest.mark.skipif(IS_CPU_BUILD and not CPU_RELEASE.startswith("0.25."), reason="newer ones need Triton")
+def test_the_trainer_takes_the_experts_of_the_sampler(tmp_path):
+    model = save_tiny("qwen3_vl_moe", tmp_path / "model", wide_heads=not ON_GPU)
+    data = write_rows(tmp_path, with_images=True)
+    flags = [f"--model={model}", f"--data={data}", f"--output={tmp_path}/run", "--task=count", "--engine=vllm"]
+    flags += ["--max_steps=2", "--prompts_per_step=4", "--num_generations=4", "--max_completion_length=16"]
+    flags += ["--learning_rate=1e-3", "--vllm_memory=0.1", "--dtype=bfloat16", "--no_compile", "--beta=0.01"]
+    flags += ["--plugin=parts/families/replay_routes.py", "--max_prompt_length=512", *reward_vowels(tmp_path)]
+    process = run("grpo.py", *flags)
+    assert process.returncode == 0, process.stderr[-6000:]
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert len(differences(rows)) == 2 and 0 < max(differences(rows)) < 0.005
+    dense = save_tiny("qwen2_5_vl", tmp_path / "dense", wide_heads=not ON_GPU)
+    process = run("grpo.py", *flags, f"--model={dense}", "--overwrite")
+    assert process.returncode == 2 and "replay_routes: " in process.stderr and "is a qwen2_5_vl: use" in process.stderr
+
+
 # --- episodes of several turns ----------------------------------------------------------------------------------------
 
 

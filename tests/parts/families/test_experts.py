@@ -8,6 +8,8 @@ from packing import pack
 from policy.forward import enable_packed_forward, token_logprobs
 from tests.helpers.models import build, make_group
 
+pytest.importorskip("parts.families", reason="needs parts/families, which is not here")
+
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", "aria"])
 def test_all_layers_share_their_compiled_code(family, monkeypatch):

@@ -1,0 +1,114 @@
+"""Train each token on the experts that vLLM chose for it: --plugin parts/families/replay_routes.py.
+
+Sampler and trainer round differently, so a mixture of experts sends some tokens to other experts in training than in
+sampling. Such a token is trained on another function than the one that sampled it. Here the trainer, and a reference,
+take the sampler's choices; the weights of the chosen experts are their own, and have gradients. This is the routing
+replay of Ma et al. 2025 (arXiv:2510.11370). docs/cluster.md has figures. vLLM returns its choices only with its own
+scheduler, which is slower than ours, and they take k bytes a token and layer of host memory.
+
+Shapes: S tokens of a prompt, L of a completion, T of a micro-batch, M layers, E experts, k experts per token.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sampling.vllm_engine
+from common import distributed
+from common.errors import RunStopped, UserError
+from packing import PackedBatch
+from parts.families import experts
+from policy.families import routers
+from policy.model import Policy, load_config
+from sampling.vllm_engine import VLLMEngine
+from sampling.vllm_loop import RequestLoop
+from sampling.vllm_start import start_vllm, undo_global_changes
+from training.collect import Collector
+
+Tokens = tuple[tuple[int, ...], tuple[int, ...]]  # of a prompt and of a completion
+ROUTES: dict[Tokens, Tensor] = {}  # experts (S + L - 1, M, k) of this step's completions, but for the last token
+UNKNOWN = -1  # in place of an expert: the trainer chooses
+WHAT_TO_DO = "use Qwen3-VL-MoE with --engine vllm, without --env and --oversample, or leave the plugin out"
+collect, end, forward, sync = Collector.collect, RequestLoop._end, Policy.forward, VLLMEngine.sync_weights
+
+
+def start_with_routes(flags: Any, model: str, *others: Any) -> Any:
+    """Start vLLM so that it returns its choices. Raises UserError for a model of another kind."""
+    if (kind := load_config(model).model_type) != "qwen3_vl_moe":
+        raise UserError(f"replay_routes: {model} is a {kind}: {WHAT_TO_DO}")
+    with undo_global_changes(load_config(model)):
+        import vllm
+    start = vllm.LLM
+    vllm.LLM = lambda model, scheduler_cls=None, **options: start(model, enable_return_routed_experts=True, **options)
+    try:
+        return start_vllm(flags, model, *others)
+    finally:
+        vllm.LLM = start
+
+
+def forget_and_sync(engine: VLLMEngine, policy: Policy) -> None:
+    ROUTES.clear()  # those of the step before
+    sync(engine, policy)
+
+
+def keep_and_end(loop: RequestLoop, output: Any, pool: Any) -> None:
+    """Keep the choices for a completion that has ended."""
+    (sampled,) = output.outputs
+    tokens = tuple(output.prompt_token_ids), tuple(sampled.token_ids)
+    found = torch.from_numpy(sampled.routed_experts)
+    if len(found) != sum(map(len, tokens)) - 1 or not (found != found[..., :1]).any():  # all zeros: nothing filled them
+        raise RunStopped("replay_routes: this build of vLLM does not return the experts of each token", 1)
+    ROUTES[tokens] = found
+    end(loop, output, pool)
+
+
+def collect_and_share(collector: Collector, *given: Any) -> Any:
+    """Collect a step's groups; then every process has all choices, since completions move between processes."""
+    collected = collect(collector, *given)
+    for others in distributed.all_gather(dict(ROUTES)):
+        ROUTES.update(others)
+    return collected
+
+
+def choose_as_sampled(router: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the logits (T, E), and the weights and the indices of the sampler's experts, (T, k) each."""
+    logits = F.linear(hidden.reshape(-1, hidden.shape[-1]).float(), router.weight.float())
+    weights, chosen = logits.softmax(-1), logits.topk(router.top_k, dim=-1).indices
+    if hasattr(router, "sampled"):
+        chosen = torch.where(router.sampled == UNKNOWN, chosen, router.sampled)
+    weights = weights.gather(1, chosen)
+    return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+
+def sampled_routes(batch: PackedBatch, shape: tuple[int, int]) -> Tensor:
+    """Return the sampler's experts (T, M, k) for the tokens of `batch`, given `shape`, M and k."""
+    lengths = batch.segments.q_lens  # of the prompts, then of the completions
+    tokens = [tuple(each.tolist()) for each in batch.input_ids[0].cpu().split(lengths)]
+    routes = [torch.full((length, *shape), UNKNOWN) for length in lengths]
+    first = len(lengths) - len(batch.lengths)
+    for i, prompt in enumerate(batch.segments.prompt_of.tolist(), first):
+        found = ROUTES.get((tokens[prompt], tokens[i]))
+        if found is not None:
+            routes[prompt], routes[i][:-1] = found[: lengths[prompt]].long(), found[lengths[prompt] :].long()
+        elif any(tokens[i]):  # it is no dummy
+            raise RunStopped(f"replay_routes: no experts are known for a completion: {WHAT_TO_DO}", 1)
+    return torch.cat(routes)
+
+
+def forward_as_sampled(policy: Policy, batch: PackedBatch, *others: Any) -> Any:
+    """Let the routers of `policy` take the sampler's choices for `batch`, also when layers are computed again."""
+    modules = list(routers(policy.model).values())
+    routes = sampled_routes(batch, (len(modules), modules[0].top_k)).to(batch.input_ids.device)
+    for router, own in zip(modules, routes.unbind(1)):
+        router.sampled = own
+    return forward(policy, batch, *others)
+
+
+experts._choose_experts = choose_as_sampled
+sampling.vllm_engine.start_vllm = start_with_routes  # type: ignore[assignment]
+Collector.collect = collect_and_share  # type: ignore[method-assign, assignment]
+Policy.forward = forward_as_sampled  # type: ignore[method-assign, assignment]
+RequestLoop._end = keep_and_end  # type: ignore[method-assign, assignment]
+VLLMEngine.sync_weights = forget_and_sync  # type: ignore[method-assign, assignment]
