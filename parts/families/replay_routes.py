@@ -49,7 +49,8 @@ def start_with_routes(flags: Any, model: str, *others: Any) -> Any:
 
 
 def forget_and_sync(engine: VLLMEngine, policy: Policy) -> None:
-    ROUTES.clear()  # those of the step before
+    """Forget the choices of the step before, and sync the weights of `policy`."""
+    ROUTES.clear()
     sync(engine, policy)
 
 
