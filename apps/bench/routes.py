@@ -14,7 +14,6 @@ per token.
 """
 
 import importlib.util
-import os
 import pathlib
 import sys
 import types
@@ -32,20 +31,17 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 import speed
 
 import grpo
+import sampling.vllm_engine
 from common import cli, console, distributed
-from common.errors import RunStopped
 from common.records import Group, ScoredGroup
+from parts.families.routes import ROUTES, Tokens, keep_and_end, start_with_routes
 from policy.batches import micro_batches, order_for_packing
 from policy.families import routers
 from policy.lora import without_dropout
-from policy.model import load_config
 from policy.sharding import unsharded
 from sampling.vllm_loop import RequestLoop
-from sampling.vllm_start import undo_global_changes
 from training.run import Run
 
-Tokens = tuple[tuple[int, ...], tuple[int, ...]]  # of a prompt and of a completion
-Routes = dict[Tokens, Tensor]  # the sampler's experts for them, without the completion's last token: (S + L - 1, M, k)
 Choices = list[tuple[Tensor, Tensor]]  # the trainer's experts in each layer and their weights, (T, k) each
 Sums = dict[str, Tensor]  # over tokens
 
@@ -80,41 +76,6 @@ class Config(speed.BenchFlags):
         """Return the settings of a run that samples the workload. Raises ValueError for bad `flags`."""
         lengths = dict(max_completion_length=self.workload["tokens"], max_prompt_length=512)
         return speed.training_config(self, data, engine="vllm", max_steps=self.steps, report_every=0, **lengths)
-
-
-def return_routes(model: str) -> None:
-    """Let the vLLM that starts next for `model` return the experts that it chooses.
-
-    The scheduler of parts/fast passes on nothing but tokens, so vLLM's own takes its place.
-    """
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # as in `start_vllm`, which imports it otherwise
-    with undo_global_changes(load_config(model)):
-        import vllm
-    start = vllm.LLM
-
-    def start_with_routes(model: str, scheduler_cls: type | None = None, **options: Any) -> Any:
-        return start(model, enable_return_routed_experts=True, **options)
-
-    vllm.LLM = start_with_routes
-
-
-def keep_routes() -> Routes:
-    """Return a dictionary to which every request that ends in vLLM adds its experts."""
-    routes: Routes = {}
-    end = RequestLoop._end
-
-    def keep_and_end(loop: RequestLoop, output: Any, pool: Any) -> None:
-        (sampled,), prompt = output.outputs, output.prompt_token_ids
-        experts = torch.empty(0) if sampled.routed_experts is None else torch.from_numpy(sampled.routed_experts)
-        is_complete = len(experts) == len(prompt) + len(sampled.token_ids) - 1
-        if not is_complete or (experts.sort(-1).values.diff(dim=-1) == 0).any():  # all zeros, if nothing fills them
-            how = "use vLLM 0.25.1 on a GPU or, without one, tests/helpers/vllm_cpu.py"
-            raise RunStopped(f"vLLM's kernels do not report the experts of every token here: {how}", 1)
-        routes[tuple(prompt), tuple(sampled.token_ids)] = experts
-        end(loop, output, pool)
-
-    RequestLoop._end = keep_and_end
-    return routes
 
 
 def keep_choices(model: transformers.PreTrainedModel) -> Choices:
@@ -212,21 +173,22 @@ def measure(cfg: Config) -> dict[str, dict[str, Any]]:
     side, (_, num_experts) = cfg.workload["side"], speed.SHAPES[cfg.shape]["experts"]
     data = speed.prepare(pathlib.Path(cfg.folder), cfg.shape, {side}, cfg.prompts * cfg.steps)[side]
     settings = cfg.training_config(data)
-    return_routes(settings.model)
+    sampling.vllm_engine.start_vllm = start_with_routes  # type: ignore[assignment]
+    RequestLoop._end = keep_and_end  # type: ignore[method-assign]
     run = grpo.set_up(settings)
     run.collector.engine.stop = run.collector.engine.stop[:0]  # so that completions are as long as the workload says
-    routes, choices = keep_routes(), keep_choices(run.policy.model)
+    choices = keep_choices(run.policy.model)
     prompts, completions = {}, []
     for step in range(cfg.steps):
         groups, _ = run.collector.collect(run.policy, grpo.advantages_of, step)
         for tokens, *computed in trainer_routes(run, groups, choices):
-            if tokens in routes:  # it is no dummy
+            if tokens in ROUTES:  # it is no dummy
                 size = len(tokens[0])
-                pairs = [each.tensor_split([size]) for each in (*computed, routes[tokens])]
+                pairs = [each.tensor_split([size]) for each in (*computed, ROUTES[tokens])]
                 of_prompt, of_completion = (differences(*each, num_experts) for each in zip(*pairs))
                 prompts[tokens[0]] = of_prompt  # once
                 completions.append(of_completion)
-        routes.clear()
+        ROUTES.clear()
     return {"prompts": figures([*prompts.values()]), "completions": figures(completions)}
 
 

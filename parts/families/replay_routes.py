@@ -17,52 +17,25 @@ from torch import Tensor, nn
 
 import sampling.vllm_engine
 from common import distributed
-from common.errors import RunStopped, UserError
+from common.errors import RunStopped
 from packing import PackedBatch
 from parts.families import experts
+from parts.families.routes import ROUTES, keep_and_end, start_with_routes
 from policy.families import routers
-from policy.model import Policy, load_config
+from policy.model import Policy
 from sampling.vllm_engine import VLLMEngine
 from sampling.vllm_loop import RequestLoop
-from sampling.vllm_start import start_vllm, undo_global_changes
 from training.collect import Collector
 
-Tokens = tuple[tuple[int, ...], tuple[int, ...]]  # of a prompt and of a completion
-ROUTES: dict[Tokens, Tensor] = {}  # experts (S + L - 1, M, k) of this step's completions, but for the last token
 UNKNOWN = -1  # in place of an expert: the trainer chooses
-WHAT_TO_DO = "use Qwen3-VL-MoE with --engine vllm, without --env and --oversample, or leave the plugin out"
-collect, end, forward, sync = Collector.collect, RequestLoop._end, Policy.forward, VLLMEngine.sync_weights
-
-
-def start_with_routes(flags: Any, model: str, *others: Any) -> Any:
-    """Start vLLM so that it returns its choices. Raises UserError for a model of another kind."""
-    if (kind := load_config(model).model_type) != "qwen3_vl_moe":
-        raise UserError(f"replay_routes: {model} is a {kind}: {WHAT_TO_DO}")
-    with undo_global_changes(load_config(model)):
-        import vllm
-    start = vllm.LLM
-    vllm.LLM = lambda model, scheduler_cls=None, **options: start(model, enable_return_routed_experts=True, **options)
-    try:
-        return start_vllm(flags, model, *others)
-    finally:
-        vllm.LLM = start
+WHAT_TO_DO = "use --engine vllm without --env and --oversample, or leave the plugin out"
+collect, forward, sync = Collector.collect, Policy.forward, VLLMEngine.sync_weights
 
 
 def forget_and_sync(engine: VLLMEngine, policy: Policy) -> None:
     """Forget the choices of the step before, and sync the weights of `policy`."""
     ROUTES.clear()
     sync(engine, policy)
-
-
-def keep_and_end(loop: RequestLoop, output: Any, pool: Any) -> None:
-    """Keep the choices for a completion that has ended."""
-    (sampled,) = output.outputs
-    tokens = tuple(output.prompt_token_ids), tuple(sampled.token_ids)
-    found = torch.from_numpy(sampled.routed_experts)
-    if len(found) != sum(map(len, tokens)) - 1 or not (found != found[..., :1]).any():  # all zeros: nothing filled them
-        raise RunStopped("replay_routes: this build of vLLM does not return the experts of each token", 1)
-    ROUTES[tokens] = found
-    end(loop, output, pool)
 
 
 def collect_and_share(collector: Collector, *given: Any) -> Any:

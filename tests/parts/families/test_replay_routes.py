@@ -15,10 +15,12 @@ from training.collect import Collector
 
 experts = pytest.importorskip("parts.families.experts", reason="needs parts/families, which is not here")
 choose = experts._choose_experts
+routes = pytest.importorskip("parts.families.routes", reason="needs parts/families, which is not here")
 replay = pytest.importorskip("parts.families.replay_routes", reason="needs parts/families, which is not here")
-Collector.collect, RequestLoop._end = replay.collect, replay.end  # for other tests in this process
+start_vllm, end = routes.start_vllm, routes.end
+Collector.collect, RequestLoop._end = replay.collect, end  # for other tests in this process
 Policy.forward, VLLMEngine.sync_weights = replay.forward, replay.sync
-sampling.vllm_engine.start_vllm, experts._choose_experts = replay.start_vllm, choose
+sampling.vllm_engine.start_vllm, experts._choose_experts = start_vllm, choose
 
 
 @pytest.fixture
@@ -60,5 +62,5 @@ def test_the_trainer_takes_given_experts_and_its_own_for_a_last_token(policy):
 
 def test_a_completion_without_known_experts_stops_the_run(policy):
     group = make_group(policy.model, "qwen3_vl_moe", 12, [(4, 4)], [5], torch.Generator().manual_seed(0))
-    with pytest.raises(RunStopped, match="replay_routes: no experts are known for a completion: use Qwen3-VL-MoE"):
+    with pytest.raises(RunStopped, match="replay_routes: no experts are known for a completion: use --engine vllm"):
         replay.forward_as_sampled(policy, pack([group]))
