@@ -1,13 +1,20 @@
 """Time the lesson's one file at speed on workload W1; `apps/bench/speed.py --peer lesson` runs it beside the full code.
 
-    python apps/bench/peer_lesson.py runs/bench/3b --steps 3                     # the model is that of speed.py
-    python apps/bench/peer_lesson.py runs/bench/3b --steps 3 --without prefix    # what a part of it is worth
+    python apps/bench/peer_lesson.py runs/bench/3b --steps 3                           # the model is that of speed.py
+    python apps/bench/peer_lesson.py runs/bench/3b --without prefix packing chunks compile pieces    # each in turn
+    python apps/bench/peer_lesson.py runs/bench/3b --without masters                   # sum, sleep, process likewise
     torchrun --nproc_per_node 4 apps/bench/peer_lesson.py runs/bench/7b --steps 3 --prompts 64
 
 The model, the pictures, the length of the completions, beta and the coin flips are those of W1; all else is what
-lesson/grpo_at_speed.py does by itself. Prints "STEP seconds GiB parts" for every step, including the first.
+lesson/grpo_at_speed.py does by itself. Prints "STEP seconds GiB parts" for every step, including the first. A part that
+can be left out of a running process is left out for two steps, after the `--steps` with all of them; the second one
+counts. The others are left out from the start, and so alone.
+
+The first GiB are what the trainer's allocator held at most during the step; `used` is what the whole GPU holds after
+it, with vLLM.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -18,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import tyro
@@ -26,9 +34,12 @@ HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 import speed
 
+from common import cli
 from lesson import grpo_at_speed as lesson
 
 Part = Literal["prefix", "packing", "chunks", "compile", "sum", "masters", "pieces", "sleep", "process"]
+Context = contextlib.AbstractContextManager
+FROM_THE_START: tuple[Part, ...] = ("sum", "masters", "sleep", "process")
 
 
 @dataclass
@@ -38,78 +49,95 @@ class Config:
     model: tyro.conf.Positional[str]
     """Folder of the model with random weights."""
     steps: int = 3
-    """Number of steps, including the warm-up step, which comes first."""
+    """Number of steps with all parts, including the warm-up step, which comes first."""
     prompts: int = 32
     """Number of prompts per step, on all processes together, with 8 completions each."""
     micro_batch_tokens: int = 8192
     """Number of tokens of a forward and backward pass."""
-    without: Part | None = None
-    """A part to leave out; the functions below say what each one is."""
+    without: tuple[Part, ...] = ()
+    """Parts to leave out, one after another; the functions below say what each one is."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for parts that cannot be left out in turn."""
+        if len(self.without) > 1 and set(self.without) & set(FROM_THE_START):
+            raise ValueError(f"without: {', '.join(FROM_THE_START)} are left out from the start: name only one")
 
 
-# --- what is left out -------------------------------------------------------------------------------------------------
+# --- what is left out: each function returns a context in which the part is missing -----------------------------------
 
 
-def prefix() -> None:
+def prefix() -> Context:
     """Compute the prompt anew for each completion."""
     update = lesson.update
-    lesson.update = lambda run, groups: update(run, [(prompt, [each]) for prompt, some in groups for each in some])
+
+    def update_each(run: lesson.Run, groups: list[lesson.Group]) -> dict[str, float]:
+        return update(run, [(prompt, [each]) for prompt, some in groups for each in some])
+
+    return mock.patch.object(lesson, "update", update_each)
 
 
-def packing() -> None:
+def packing() -> Context:
     """Compute one completion, with its prompt, in each pass."""
-    lesson.micro_batches = lambda groups, _: [[(prompt, [each])] for prompt, some in groups for each in some]
+
+    def one_each(groups: list[lesson.Group], _: int) -> list[list[lesson.Group]]:
+        return [[(prompt, [each])] for prompt, some in groups for each in some]
+
+    return mock.patch.object(lesson, "micro_batches", one_each)
 
 
-def chunks() -> None:
+def chunks() -> Context:
     """Hold the logits of a whole pass at once."""
-    lesson.LOGIT_ROWS = 10**9
+    return mock.patch.object(lesson, "LOGIT_ROWS", 10**9)
 
 
-def compiler() -> None:
+def compiler() -> Context:
     """Run each layer's operations one by one."""
-    os.environ["TORCH_COMPILE_DISABLE"] = "1"
-    torch._dynamo.config.disable = True
+    update = lesson.update
+
+    def update_eagerly(run: lesson.Run, groups: list[lesson.Group]) -> dict[str, float]:
+        with torch.compiler.set_stance("force_eager"):
+            return update(run, groups)
+
+    return mock.patch.object(lesson, "update", update_eagerly)
 
 
-def float32_sum() -> None:
+def float32_sum() -> Context:
     """Keep the residual stream in bfloat16."""
-    lesson.in_float32 = lambda _: None
+    return mock.patch.object(lesson, "in_float32", lambda _: None)
 
 
-def masters() -> None:
+def masters() -> Context:
     """Keep the weights and Adam's moments in bfloat16."""
     load = lesson.load_policy
 
     def load_in_bfloat16(*given: Any) -> lesson.Policy:
         return load(*given).to(torch.bfloat16)
 
-    lesson.load_policy = load_in_bfloat16
+    return mock.patch.object(lesson, "load_policy", load_in_bfloat16)
 
 
-def pieces() -> None:
+def pieces() -> Context:
     """Gather all weights before the first is handed over."""
-    hand_over = lesson.Sampler.sync
+    sync = lesson.Sampler.sync
 
-    def sync(self: lesson.Sampler, policy: lesson.Policy) -> None:
+    def sync_at_once(self: lesson.Sampler, policy: lesson.Policy) -> None:
         apply = self.llm.apply_model
 
         def apply_at_once(push: Callable[[Any], None]) -> None:
             apply(lambda model: push(SimpleNamespace(load_weights=lambda weights: model.load_weights(list(weights)))))
 
-        self.llm.apply_model = apply_at_once
-        hand_over(self, policy)
-        self.llm.apply_model = apply
+        with mock.patch.object(self.llm, "apply_model", apply_at_once):
+            sync(self, policy)
 
-    lesson.Sampler.sync = sync
+    return mock.patch.object(lesson.Sampler, "sync", sync_at_once)
 
 
-def sleep() -> None:
+def sleep() -> Context:
     """Leave vLLM awake, with a smaller part of the GPU."""
-    lesson.Sampler.sleep = lambda _: None
+    return mock.patch.object(lesson.Sampler, "sleep", lambda _: None)
 
 
-def process() -> None:
+def process() -> Context:
     """Let vLLM run in a process of its own, which reads the weights from a file in memory."""
     import vllm
 
@@ -135,10 +163,13 @@ def process() -> None:
         self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
 
-    vllm.LLM, lesson.Sampler.sync = make_there, sync
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(vllm, "LLM", make_there))
+    stack.enter_context(mock.patch.object(lesson.Sampler, "sync", sync))
+    return stack
 
 
-WITHOUT: dict[Part, Callable[[], None]] = {
+WITHOUT: dict[Part, Callable[[], Context]] = {
     "prefix": prefix,
     "packing": packing,
     "chunks": chunks,
@@ -156,28 +187,42 @@ WITHOUT: dict[Part, Callable[[], None]] = {
 
 def main(cfg: Config) -> None:
     work, folder = speed.WORKLOADS["W1"], pathlib.Path(cfg.model).parent
-    data = speed.make_data(folder, work["side"], cfg.prompts * (cfg.steps + 1))
+    from_the_start = cfg.without if cfg.without and cfg.without[0] in FROM_THE_START else ()
+    in_turn = [part for part in cfg.without if part not in from_the_start for _ in range(2)]
+    missing = [from_the_start] * cfg.steps + [(part,) for part in in_turn]  # in each step
+    data = speed.make_data(folder, work["side"], cfg.prompts * cfg.steps)  # taken again, if there are more steps
     take_step = lesson.step
 
     def timed(run: lesson.Run, number: int, rows: list[dict[str, Any]]) -> dict[str, float]:
         """Take a step and print its time."""
-        started = time.perf_counter()
-        metrics = take_step(run, number, rows)
-        parts = {name.removeprefix("seconds/"): round(value, 2) for name, value in metrics.items() if "seconds" in name}
-        shown = parts | {name: metrics[name] for name in ("length", "mismatch")}
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        started, (part,) = time.perf_counter(), missing[number - 1] or (None,)
+        with WITHOUT[part]() if part and not from_the_start else contextlib.nullcontext():
+            metrics = take_step(run, number, rows)
+        seconds = time.perf_counter() - started
+        shown: dict[str, Any] = {"without": part, "length": metrics["length"], "mismatch": metrics["mismatch"]}
+        shown |= {
+            name.removeprefix("seconds/"): round(value, 2) for name, value in metrics.items() if "seconds" in name
+        }
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            shown["used"] = round((total - free) / 2**30, 1)
         if lesson.dist.get_rank() == 0:
-            print(f"STEP {time.perf_counter() - started:.2f} {metrics['gib']:.1f} {json.dumps(shown)}", flush=True)
+            print(f"STEP {seconds:.2f} {metrics['gib']:.1f} {json.dumps(shown)}", flush=True)
         return metrics
 
     lesson.step, lesson.reward = timed, lambda *_: float(random.random() < 0.5)
     lesson.save = lesson.export = lambda *_: None
-    if cfg.without:
-        WITHOUT[cfg.without]()
     settings = lesson.Settings(model=cfg.model, data=data, output=str(folder / "lesson"), prompts=cfg.prompts)
-    settings = replace(settings, micro_batch_tokens=cfg.micro_batch_tokens, beta=work["beta"], steps=cfg.steps)
-    settings = replace(settings, max_tokens=work["tokens"], gpu_memory=0.2 if cfg.without == "sleep" else 0.4)
-    lesson.launch(settings)
+    settings = replace(settings, micro_batch_tokens=cfg.micro_batch_tokens, beta=work["beta"], steps=len(missing))
+    settings = replace(settings, max_tokens=work["tokens"], gpu_memory=0.2 if "sleep" in cfg.without else 0.4)
+    with contextlib.ExitStack() as stack:
+        for part in from_the_start:
+            stack.enter_context(WITHOUT[part]())
+        lesson.launch(settings)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    main(cli.parse(Config))
