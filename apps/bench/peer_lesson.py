@@ -9,9 +9,6 @@ The model, the pictures, the length of the completions, beta and the coin flips 
 lesson/grpo_at_speed.py does by itself. Prints "STEP seconds GiB parts" for every step, including the first. A part that
 can be left out of a running process is left out for two steps, after the `--steps` with all of them; the second one
 counts. The others are left out from the start, and so alone.
-
-The first GiB are what the trainer's allocator held at most during the step; `used` is what the whole GPU holds after
-it, with vLLM.
 """
 
 import contextlib
@@ -111,7 +108,10 @@ def masters() -> Context:
     load = lesson.load_policy
 
     def load_in_bfloat16(*given: Any) -> lesson.Policy:
-        return load(*given).to(torch.bfloat16)
+        policy = load(*given)
+        for weight in policy.parameters():  # not the buffers: the rotary frequencies stay in float32
+            weight.data = weight.data.to(torch.bfloat16)
+        return policy
 
     return mock.patch.object(lesson, "load_policy", load_in_bfloat16)
 
@@ -197,7 +197,6 @@ def main(cfg: Config) -> None:
         """Take a step and print its time."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
         started, (part,) = time.perf_counter(), missing[number - 1] or (None,)
         with WITHOUT[part]() if part and not from_the_start else contextlib.nullcontext():
             metrics = take_step(run, number, rows)
@@ -206,9 +205,6 @@ def main(cfg: Config) -> None:
         shown |= {
             name.removeprefix("seconds/"): round(value, 2) for name, value in metrics.items() if "seconds" in name
         }
-        if torch.cuda.is_available():
-            free, total = torch.cuda.mem_get_info()
-            shown["used"] = round((total - free) / 2**30, 1)
         if lesson.dist.get_rank() == 0:
             print(f"STEP {seconds:.2f} {metrics['gib']:.1f} {json.dumps(shown)}", flush=True)
         return metrics
