@@ -64,25 +64,25 @@ COMPUTE = {"cuda": torch.bfloat16, "cpu": torch.float32}  # dtype of the layers;
 @dataclass
 class Settings:
     model: str = "Qwen/Qwen2.5-VL-3B-Instruct"  # a name on the hub or a folder
-    data: str = "rows.jsonl"
+    data: str = "rows.jsonl"  # a row a line; the paths of its images begin at the file's folder
     output: str = "runs/at_speed"  # metrics.jsonl, checkpoints, and the trained model in final/
     prompts: int = 32  # per step, on all GPUs together
     group: int = 8  # G, completions of each prompt
     max_tokens: int = 512  # L at most; a completion cut off there is trained like the others
-    steps: int = 100
-    learning_rate: float = 1e-6
+    steps: int = 100  # of training; a step samples and scores prompts x group completions
+    learning_rate: float = 1e-6  # of AdamW; constant
     clip: float = 0.2  # ε: the ratio π / π_old earns nothing outside 1 ± ε
     updates: int = 1  # optimizer steps on all completions of a step; π_old is the policy before the first
     beta: float = 0.0  # weight of the KL divergence from the initial model
     importance_cap: float = 2.0  # upper bound of the weight π_old / π_sampler: vLLM rounds differently; 0: no weight
-    temperature: float = 1.0
+    temperature: float = 1.0  # of sampling and of all log-probabilities
     micro_batch_tokens: int = 8192  # T of a forward and backward pass
     checkpointing: bool = False  # compute each layer again in the backward pass: less memory, a third slower
     gpu_memory: float = 0.4  # vLLM's share of the GPU's memory while it samples
-    min_pixels: int = 3136  # of a picture
-    max_pixels: int = 1003520
+    min_pixels: int = 3136  # of a picture; a smaller one is enlarged
+    max_pixels: int = 1003520  # of a picture; a larger one is reduced
     save_every: int = 20  # steps; a run that finds a checkpoint in its folder goes on from there
-    seed: int = 0
+    seed: int = 0  # of the order of the rows and of sampling
 
 
 def reward(completion: str, answer: str) -> float:
@@ -765,9 +765,12 @@ def launch(settings: Settings) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    comments = dict(re.findall(r"^    (\w+): .*  # (.*)$", pathlib.Path(__file__).read_text(), re.MULTILINE))
     for each in fields(Settings):
-        kind: Any = (lambda text: text.lower() == "true") if isinstance(each.default, bool) else type(each.default)
-        parser.add_argument(f"--{each.name}", type=kind, default=each.default)
+        how: dict[str, Any] = {"type": type(each.default), "default": each.default}
+        if isinstance(each.default, bool):
+            how = {"action": "store_true"}
+        parser.add_argument(f"--{each.name}", help=f"{comments[each.name]} (default: {each.default})", **how)
     launch(Settings(**vars(parser.parse_args())))
 
 

