@@ -471,31 +471,32 @@ class Sampler:
 
     def __call__(self, prompts: list[Prompt], step: int) -> list[list[Completion]]:
         """Sample G completions of each prompt."""
-        settings = self.settings
-        requests: list[Any] = []
-        params: list[Any] = []
-        for i, prompt in enumerate(prompts):
-            request: dict[str, Any] = {"prompt_token_ids": prompt.sampler_ids}
-            if prompt.features is not None:
-                features = prompt.features.cpu()  # vLLM pins them
-                picture = {"image_embeds": features, "image_grid_thw": prompt.vision["image_grid_thw"]}
-                request["multi_modal_data"] = {"image": picture}
-            requests.append(request)
-            seed = hash((settings.seed, step, dist.get_rank(), i)) % 2**31
-            params.append(
-                self.vllm.SamplingParams(
-                    n=settings.group,
-                    seed=seed,
-                    temperature=settings.temperature,
-                    max_tokens=settings.max_tokens,
-                    stop_token_ids=self.end_tokens,
-                    ignore_eos=True,  # `stop_token_ids` has it
-                    logprobs=0,  # of the sampled token alone
-                    detokenize=False,  # `step` does it
-                )
-            )
-        outputs = self.llm.generate(requests, params, use_tqdm=False)
+        numbers = [(self.settings.seed, step, dist.get_rank(), i) for i in range(len(prompts))]
+        params = [self.params(hash(each) % 2**31) for each in numbers]
+        outputs = self.llm.generate([self.request(prompt) for prompt in prompts], params, use_tqdm=False)
         return [[self.completion(each) for each in output.outputs] for output in outputs]
+
+    def params(self, seed: int) -> Any:
+        """Return how vLLM shall sample the completions of a prompt."""
+        return self.vllm.SamplingParams(
+            n=self.settings.group,
+            seed=seed,
+            temperature=self.settings.temperature,
+            max_tokens=self.settings.max_tokens,
+            stop_token_ids=self.end_tokens,
+            ignore_eos=True,  # `stop_token_ids` has it
+            logprobs=0,  # of the sampled token alone
+            detokenize=False,  # `score` does it
+        )
+
+    def request(self, prompt: Prompt) -> dict[str, Any]:
+        """Return a prompt as vLLM expects it, with the features in place of the pictures."""
+        request: dict[str, Any] = {"prompt_token_ids": prompt.sampler_ids}
+        if prompt.features is not None:
+            features = prompt.features.cpu()  # vLLM pins them
+            picture = {"image_embeds": features, "image_grid_thw": prompt.vision["image_grid_thw"]}
+            request["multi_modal_data"] = {"image": picture}
+        return request
 
     def completion(self, output: Any) -> Completion:
         """Return one of vLLM's outputs, whose last token is an end token unless it was cut off."""
@@ -517,7 +518,7 @@ def loss_of(logp: Tensor, part: list[Group], settings: Settings) -> Tensor:
     """Return the loss of a micro-batch, from the log-probabilities (C,) of its completion tokens.
 
     Σ w · (β · KL − importance · min(r A, clip(r, 1 ± ε) A)), with r = π / π_old, importance = π_old / π_sampler, and
-    the k3 estimate of the KL divergence (DeepSeekMath, arXiv:2402.03300). The sum is over tokens; `update` has set w,
+    the k3 estimate of the KL divergence (DeepSeekMath, arXiv:2402.03300). The sum is over tokens; `parts_of` has set w,
     the normaliser, from the completions of all processes, so that the sum over all micro-batches is a mean.
     """
     done = [each for _, completions in part for each in completions]
@@ -561,12 +562,9 @@ class Run:
     sampler: Sampler | None = None  # made by `train`, last
 
 
-def update(run: Run, groups: list[Group]) -> dict[str, float]:
-    """Take the optimizer steps of one step on this process's groups, whose completions have their advantages.
-
-    The `mismatch` is the mean of |log π − log π_sampler| over tokens before the first optimizer step.
-    """
-    settings, done = run.settings, [each for _, completions in groups for each in completions]
+def parts_of(groups: list[Group], settings: Settings) -> list[list[Group]]:
+    """Set the weights of all completions and return the micro-batches: as many as every other process has."""
+    done = [each for _, completions in groups for each in completions]
     (count,) = over_processes([len(done)])
     for each in done:
         each.weight = 1 / (count * len(each.ids))  # the mean over completions of the mean over tokens
@@ -575,28 +573,41 @@ def update(run: Run, groups: list[Group]) -> dict[str, float]:
     parts = micro_batches([group for group in kept if group[1]], settings.micro_batch_tokens)
     (most,) = over_processes([len(parts)], dist.ReduceOp.MAX)
     idle = groups[0][0], [Completion(torch.zeros(2).long(), torch.zeros(2))]  # its weight is 0
-    parts += [[idle]] * (int(most) - len(parts))  # all processes take part in the same collectives
+    return parts + [[idle]] * (int(most) - len(parts))  # all processes take part in the same collectives
+
+
+def update(run: Run, groups: list[Group]) -> dict[str, float]:
+    """Take the optimizer steps of one step on this process's groups, whose completions have their advantages.
+
+    The `mismatch` is the mean of |log π − log π_sampler| over tokens before the first optimizer step.
+    """
+    settings, parts = run.settings, parts_of(groups, run.settings)
     if run.reference is not None:
         record_logp(run.reference, parts, settings, "ref_logp")
     if settings.updates > 1:
         record_logp(run.policy, parts, settings, "old_logp")
-    trained = run.optimizer.param_groups[0]["params"]
     mismatch: list[Tensor] = []
     for i in range(settings.updates):
         for j, part in enumerate(parts):
             run.policy.set_requires_gradient_sync(j + 1 == len(parts))  # reduced over processes once
             logp = run.policy(part, settings.temperature)
             (loss_of(logp, part, settings) * dist.get_world_size()).backward()  # FSDP takes the mean, we want the sum
-            sampled = torch.cat([each.sampler_logp for _, some in part for each in some]).to(logp.device)
-            if i == 0 and part[0] is not idle:
-                mismatch.append((logp.detach() - sampled).abs())
-        norm: Any = nn.utils.clip_grad_norm_(trained, 1.0)
+            if i == 0:
+                mismatch.append(mismatch_of(logp.detach(), part))
+        norm: Any = nn.utils.clip_grad_norm_(run.optimizer.param_groups[0]["params"], 1.0)
         run.optimizer.step()
         run.optimizer.zero_grad()
-    differences = torch.cat([*mismatch, torch.zeros(0, device=norm.device)])
-    total, tokens = over_processes([differences.sum().item(), len(differences)])
+    total, tokens = over_processes(sum(mismatch, torch.zeros(2, device=norm.device)).tolist())
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     return {"grad_norm": norm.item(), "mismatch": total / max(tokens, 1)}
+
+
+def mismatch_of(logp: Tensor, part: list[Group]) -> Tensor:
+    """Return the sum of |log π − log π_sampler| over the tokens with a weight, and their number, as one tensor (2,)."""
+    done = [each for _, completions in part for each in completions]
+    sampled = torch.cat([each.sampler_logp for each in done]).to(logp.device)
+    counts = torch.cat([torch.full((len(each.ids),), float(each.weight > 0)) for each in done]).to(logp.device)
+    return torch.stack([((logp - sampled).abs() * counts).sum(), counts.sum()])
 
 
 def over_processes(values: list[float], how: Any = dist.ReduceOp.SUM) -> list[float]:
@@ -623,9 +634,19 @@ class Clock:
         self.parts[f"seconds/{part}"], self.last = now - self.last, now
 
 
+def score(tokenizer: Any, prompts: list[Prompt], completions: list[list[Completion]]) -> Tensor:
+    """Return the rewards (P, G), and set the advantages."""
+    texts = [[tokenizer.decode(each.ids, skip_special_tokens=True) for each in some] for some in completions]
+    rewards = torch.tensor([[reward(text, p.answer) for text in some] for some, p in zip(texts, prompts)])
+    for some, row in zip(completions, advantages_of(rewards).tolist()):
+        for each, advantage in zip(some, row):
+            each.advantage = advantage
+    return rewards
+
+
 def step(run: Run, number: int, rows: list[dict[str, Any]]) -> dict[str, float]:
     """Take one step on this process's rows and return its metrics."""
-    clock, tokenizer = Clock(), run.encoder.tokenizer
+    clock = Clock()
     with ThreadPoolExecutor(4) as pool:
         prompts = list(pool.map(run.encoder, rows))  # the only threads that this file starts
     see(run.policy, prompts)
@@ -636,11 +657,7 @@ def step(run: Run, number: int, rows: list[dict[str, Any]]) -> dict[str, float]:
     clock("rollout")
     run.sampler.sleep()  # until the next `sync`
     clock("sleep")
-    texts = [[tokenizer.decode(each.ids, skip_special_tokens=True) for each in some] for some in completions]
-    rewards = torch.tensor([[reward(text, p.answer) for text in some] for some, p in zip(texts, prompts)])
-    for some, row in zip(completions, advantages_of(rewards).tolist()):
-        for each, advantage in zip(some, row):
-            each.advantage = advantage
+    rewards = score(run.encoder.tokenizer, prompts, completions)
     clock("reward")
     metrics = update(run, list(zip(prompts, completions)))
     clock("train")
