@@ -20,7 +20,8 @@ other models (policy/families.py), adapters and 4-bit weights (policy/lora.py), 
 
 With the same completions, it computes the log-probabilities and weights of the full code, on a CPU
 (tests/test_lesson.py), where it also runs with vLLM's build for CPUs. On a GPU, its log-probabilities are within what
-bfloat16 allows of the full code's (tests/test_gpu.py); a step of a 3B model takes 1.2 times as long (6_at_speed.md).
+bfloat16 allows of the full code's (tests/test_gpu.py). On one H200, a step of a 3B model takes 1.2 times as long
+(6_at_speed.md).
 
 Words: a group is a prompt and its completions; a micro-batch, or part, is the groups of one forward and backward pass.
 
@@ -30,6 +31,7 @@ P prompts of this process, G completions of each.
 """
 
 import argparse
+import inspect
 import json
 import os
 import pathlib
@@ -618,26 +620,26 @@ def over_processes(values: list[float], how: Any = dist.ReduceOp.SUM) -> list[fl
 
 
 class Clock:
-    """Seconds of each part of a step, and the most memory in use on the GPU at the end of one."""
+    """Seconds of each phase of a step, and the most memory in use on the GPU at the end of one."""
 
     def __init__(self) -> None:
-        self.parts: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
         self.gib = 0.0
         self.last = time.perf_counter()
 
-    def __call__(self, part: str) -> None:
+    def __call__(self, phase: str) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             free, total = torch.cuda.mem_get_info()  # PyTorch's own count would include the memory of a sleeping vLLM
             self.gib = max(self.gib, (total - free) / 2**30)
         now = time.perf_counter()
-        self.parts[f"seconds/{part}"], self.last = now - self.last, now
+        self.seconds[f"seconds/{phase}"], self.last = now - self.last, now
 
 
 def score(tokenizer: Any, prompts: list[Prompt], completions: list[list[Completion]]) -> Tensor:
     """Return the rewards (P, G), and set the advantages."""
     texts = [[tokenizer.decode(each.ids, skip_special_tokens=True) for each in some] for some in completions]
-    rewards = torch.tensor([[reward(text, p.answer) for text in some] for some, p in zip(texts, prompts)])
+    rewards = torch.tensor([[float(reward(text, p.answer)) for text in some] for some, p in zip(texts, prompts)])
     for some, row in zip(completions, advantages_of(rewards).tolist()):
         for each, advantage in zip(some, row):
             each.advantage = advantage
@@ -665,7 +667,7 @@ def step(run: Run, number: int, rows: list[dict[str, Any]]) -> dict[str, float]:
     finished = sum(each.finished for some in completions for each in some)
     *sums, count = over_processes([rewards.sum().item(), sum(lengths), finished, len(lengths)])
     means = dict(zip(("reward", "length", "finished"), (total / count for total in sums)))
-    return {"step": number, **means, **metrics, "gib": clock.gib, **clock.parts}
+    return {"step": number, **means, **metrics, "gib": clock.gib, **clock.seconds}
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -717,8 +719,8 @@ def export(run: Run) -> None:
         if dist.get_rank() == 0:
             state[name] = full.to("cpu", torch.bfloat16)
     if dist.get_rank() == 0:
-        for part in (run.policy.model.config, run.encoder.tokenizer, run.encoder.images):
-            part.save_pretrained(folder)
+        for each in (run.policy.model.config, run.encoder.tokenizer, run.encoder.images):
+            each.save_pretrained(folder)
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -782,12 +784,12 @@ def launch(settings: Settings) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    comments = dict(re.findall(r"^    (\w+): .*  # (.*)$", pathlib.Path(__file__).read_text(), re.MULTILINE))
+    comments = dict(re.findall(r"^    (\w+): .*  # (.*)$", inspect.getsource(Settings), re.MULTILINE))
     for each in fields(Settings):
         how: dict[str, Any] = {"type": type(each.default), "default": each.default}
         if isinstance(each.default, bool):
             how = {"action": "store_true"}
-        parser.add_argument(f"--{each.name}", help=f"{comments[each.name]} (default: {each.default})", **how)
+        parser.add_argument(f"--{each.name}", help=f"{comments.get(each.name, '')} (default: {each.default})", **how)
     launch(Settings(**vars(parser.parse_args())))
 
 

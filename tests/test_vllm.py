@@ -306,7 +306,6 @@ def test_family_through_vllm(family, tmp_path):
     assert worst < (0.005 if in_bfloat16 else TOLERANCE)
 
 
-@needs("apps")
 def test_the_file_at_speed_samples_with_its_weights_and_resumes(tiny_model, tmp_path):
     """lesson/grpo_at_speed.py, in two processes without a GPU; rows have no, one or two pictures."""
     pytest.importorskip("lesson.grpo_at_speed", reason="needs lesson/, which is not here")
@@ -317,7 +316,8 @@ def test_the_file_at_speed_samples_with_its_weights_and_resumes(tiny_model, tmp_
     launcher = [] if ON_GPU else ["tests/helpers/vllm_cpu.py"]
     for again in (False, True):
         if again:  # as if the run had been killed before its last checkpoint
-            shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+            for written_last in ("checkpoint-4", "final"):
+                shutil.rmtree(tmp_path / "run" / written_last)
         process = run_script(*launcher, "tests/helpers/at_speed_vllm.py", *flags, processes=1 if ON_GPU else 2)
         assert process.returncode == 0, process.stderr[-3000:]
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
@@ -329,6 +329,7 @@ def test_the_file_at_speed_samples_with_its_weights_and_resumes(tiny_model, tmp_
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
 
 
+@needs("apps")
 def test_a_bench_needs_no_saved_weights(tmp_path):
     """vLLM starts from a folder without weights, and the first sync brings all of them."""
     folders = [f"--folder={tmp_path}/bench", f"--results={tmp_path}/results"]

@@ -7,8 +7,8 @@
 
 The model, the pictures, the length of the completions, beta and the coin flips are those of W1; all else is what
 lesson/grpo_at_speed.py does by itself. Prints "STEP seconds GiB parts" for every step, including the first. A part that
-can be left out of a running process is left out for two steps, after the `--steps` with all of them; the second one
-counts. The others are left out from the start, and so alone.
+can be left out of a running process is left out for two steps, after the `--steps` with all of them. The others are
+left out from the start, and so alone.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import os
 import pathlib
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -46,7 +47,7 @@ class Config:
     model: tyro.conf.Positional[str]
     """Folder of the model with random weights."""
     steps: int = 3
-    """Number of steps with all parts, including the warm-up step, which comes first."""
+    """Number of steps with all parts, or without one from the start, including the warm-up step, which comes first."""
     prompts: int = 32
     """Number of prompts per step, on all processes together, with 8 completions each."""
     micro_batch_tokens: int = 8192
@@ -55,9 +56,11 @@ class Config:
     """Parts to leave out, one after another; the functions below say what each one is."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for parts that cannot be left out in turn."""
+        """Raise ValueError for parts that cannot be left out in turn, or here."""
         if len(self.without) > 1 and set(self.without) & set(FROM_THE_START):
             raise ValueError(f"without: {', '.join(FROM_THE_START)} are left out from the start: name only one")
+        if "process" in self.without and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError("without: `process` is for one GPU: start it without torchrun")
 
 
 # --- what is left out: each function returns a context in which the part is missing -----------------------------------
@@ -141,9 +144,8 @@ def process() -> Context:
     """Let vLLM run in a process of its own, which reads the weights from a file in memory."""
     import vllm
 
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    make, folder = vllm.LLM, pathlib.Path("/dev/shm/lesson")
-    folder.mkdir(exist_ok=True)
+    stack, make = contextlib.ExitStack(), vllm.LLM
+    folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
 
     def make_there(model: str, **options: Any) -> vllm.LLM:
         for file in pathlib.Path(model).iterdir():
@@ -163,7 +165,7 @@ def process() -> Context:
         self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
 
-    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}))
     stack.enter_context(mock.patch.object(vllm, "LLM", make_there))
     stack.enter_context(mock.patch.object(lesson.Sampler, "sync", sync))
     return stack
