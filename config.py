@@ -9,7 +9,7 @@
     EngineFlags      the sampler
     RunFlags         output, resuming, evaluation, checkpoints and reports
     GRPOFlags        task, model, batch, sampling and loss
-    Config           the flags of grpo.py: all of the above but these
+    Config           the flags of grpo.py: all of the above except Columns
 
 The docstring of each flag is its `--help` text.
 """
@@ -88,9 +88,9 @@ class RowFlags:
     image_dir: str | None = None
     """Folder that relative image paths are resolved against; by default, the folder of the data file."""
     columns: tuple[str, ...] = ()
-    """Names of the rows' columns, such as prompt=text answer=gold images=scan. By default, the prompt is in "prompt", a
-    conversation, "problem", "question" or "query"; the answer in "answer", "ground_truth", "solution" or "response";
-    the images in "images" or "image", or in "path" if it holds images."""
+    """Names of the rows' columns, such as prompt=text answer=gold images=scan. Default columns of the prompt: "prompt",
+    "conversations", "messages", "problem", "question", "query"; of the answer: "answer", "ground_truth", "solution",
+    "response"; of the images: "images", "image", or "path" if it holds images."""
     skip_bad_rows: bool = False
     """Leave out unusable rows and, except in evaluations, duplicate ones. Without this flag, unusable rows stop the
     run. Either way, the first few are listed."""
@@ -119,8 +119,8 @@ class DataFlags(RowFlags):
 
     data: str
     """Data set: a .jsonl, .json, .parquet or .zip file, a folder, or a hub name. Append @split to choose one of several
-    splits. Separate several data sets with commas; their rows are mixed. grpo.py trains the tasks vqa and math without
-    it, too, with the flags of recipes/TASK.flags."""
+    splits. Separate several data sets with commas; their rows are mixed. For the tasks vqa and math, grpo.py may
+    run without `data`: it then uses the flags of recipes/TASK.flags."""
     template: str | None = None
     """Jinja file that replaces the task's prompt template. The file must contain {{ content }}."""
     chat_template_kwargs: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -154,10 +154,10 @@ class VerifierFlags:
     """Name of the verifier model on the server. The default is the environment variable REWARD_MODEL_NAME or
     REWARD_MODEL_PATH or, if neither is set, the only model that the server lists."""
     verifier_template: str | None = None
-    """Jinja file with the verifier's prompt, for a model that was trained on one of its own, such as xVerify. It must
+    """Jinja file with the verifier's prompt, for a model that was trained on its own prompt, such as xVerify. It must
     contain {{ question }}, {{ gold }} and {{ answer }}. The reply must be "correct" or "incorrect"."""
     verifier_timeout: float = 60.0
-    """Time limit in seconds of one question, including all retries, and of one call of a reward that is `async def`."""
+    """Time limit in seconds for one question, with all retries, and for one call of an `async def` reward."""
 
     def check_verifier(self) -> None:
         """Raise ValueError for invalid settings."""
@@ -173,9 +173,9 @@ class RewardFlags(VerifierFlags):
     """Additional reward: file.py:function, count, vqa, math or format. Append =WEIGHT for a weight other than 1. The
     flag may be repeated. The task's own reward has weight 1 unless this flag sets a different weight for it."""
     env: str | None = None
-    """Environment that answers the model's turns, such as a tool that returns images: an entry that a plugin adds to
-    `ENVIRONMENTS`; see docs/turns.md. `max_completion_length` then limits what the model samples in all turns, and
-    `max_prompt_length` what it sees."""
+    """Environment that answers the model's turns, such as a tool that returns images. A plugin adds it to
+    `ENVIRONMENTS`; see docs/turns.md. `max_completion_length` then limits the tokens that the model samples in all
+    turns together; `max_prompt_length` limits the tokens that it sees."""
     max_turns: int = 4
     """Maximum number of the model's turns in an episode with `env`."""
 
@@ -196,7 +196,7 @@ class PolicyFlags:
     default_rates = (1e-6, 3e-5)  # of all weights, of an adapter (docs/adapters.md)
 
     learning_rate: float | None = None
-    """Peak learning rate of AdamW. Unset: that of the run to resume, or 1e-6 for all weights, 3e-5 for an adapter."""
+    """Peak learning rate of AdamW. Unset: 1e-6 for all weights, 3e-5 for an adapter; a resumed run keeps its rate."""
     vision_rate: float | None = None
     """Peak learning rate of the vision tower and the projector; needs `train_vision`. Unset: `learning_rate`."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -218,13 +218,13 @@ class PolicyFlags:
     most 10240 (16384 without a GPU). Without dropout, the gradient does not depend on this number."""
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """Layers whose activations are recomputed in the backward pass. none: no layer; selective: every second layer;
-    full: all layers, which takes a third more compute; auto: as few layers as allow micro-batches of 8192 tokens."""
+    full: all layers, which takes a third more compute; auto: only as many as micro-batches of 8192 tokens need."""
     compile: bool = True
     """On a GPU, fuse the small operations of each layer with torch.compile. Compilation takes a minute at the start."""
     lora_rank: int = 0
     """Rank of a LoRA adapter to train on top of the frozen model; 0: train the model itself."""
     lora_alpha: float = 0.0
-    """α of the LoRA adapter, which is scaled by α / rank; 0: 32, so that one learning rate suits every rank."""
+    """α of the LoRA adapter; α / rank scales the adapter. 0: an α of 32, so that one learning rate suits every rank."""
     lora_dropout: float | None = None
     """Probability with which an input of the LoRA adapter is dropped in training updates; sampling and the reference
     have no dropout. Unset: 0 for a new adapter, and the saved probability for `adapter`."""
@@ -241,8 +241,8 @@ class PolicyFlags:
     than a third of the GPU's memory; otherwise hybrid, if there are several machines and a shard takes less than two
     thirds of the memory; otherwise full."""
     offload: tuple[Literal["optimizer", "reference"], ...] = ()
-    """What to keep in host memory: AdamW's moments (optimizer), which are needed only in an update, or the reference
-    model, whose layers move to the GPU one at a time, or both."""
+    """What to keep in host memory: one or both of these. optimizer: AdamW's moments, which only an update needs.
+    reference: the reference model; its layers move to the GPU one at a time."""
 
     def check_policy(self) -> None:
         """Raise ValueError for invalid settings."""
@@ -284,14 +284,14 @@ class EngineFlags:
     """The flags of the sampler."""
 
     engine: str = "auto"
-    """The sampler: vllm, hf (transformers with a KV cache), or, in grpo.py only, policy (the same, but with the
-    trainer's own weights instead of a copy, in one process), or one added to `ENGINES` in rollout.py. auto: vllm if it
-    is installed and there is a GPU, otherwise hf; in grpo.py, policy if the GPU has no memory for a copy."""
+    """The sampler. vllm: vLLM; hf: transformers with a KV cache; policy (only grpo.py, in one process): like hf, but
+    with the trainer's own weights instead of a copy; or an entry of `ENGINES` in rollout.py. auto: vllm if it is
+    installed and there is a GPU, otherwise hf; in grpo.py, policy if the GPU has no memory for a copy."""
     vllm_memory: float = 0.0
     """Fraction of the GPU's memory, or of `gpu_memory`, for vLLM's weights and KV cache while it samples. At other
-    times, the trainer uses it, unless `gpu_memory` is set. Training raises the fraction if the weights need more.
-    0: in evaluations up to 0.85. In training 0.25 or, without `gpu_memory`, what the completions of a step need, up to
-    70% of what the waiting trainer leaves free."""
+    times, the trainer uses this memory, unless `gpu_memory` is set. Training raises the fraction if the weights need
+    more. 0: up to 0.85 in evaluations, 0.25 in training. Without `gpu_memory`, training uses more than 0.25 if the
+    completions of a step need it, up to 70% of what the waiting trainer leaves free."""
     gpu_memory: float = 0.0
     """Memory in GiB that the run, including the sampler, may use on each GPU; 0: all of the GPU's memory."""
     vllm_sequences: int = 256
@@ -319,9 +319,9 @@ class RunFlags:
     """Checkpoint folder to resume from. Without a value: the newest complete checkpoint in `output`. auto: the same, or
     a fresh start if `output` has no checkpoint yet."""
     eval_data: str | None = None
-    """Held-out rows, in any form that `data` accepts, or a fraction such as 0.05: the rows of that fraction of the
-    pictures in `data`, chosen at random. The policy is scored on them before training, every `eval_every` steps, and
-    at the end."""
+    """Held-out rows, in any form that `data` accepts. A fraction such as 0.05 holds out the rows of this share of the
+    pictures in `data`, chosen at random. The policy is scored on the held-out rows before training, every `eval_every`
+    steps, and at the end."""
     eval_every: int = 0
     """Number of steps between evaluations on `eval_data`; 0: only before and after training."""
     save_every: int = 50
@@ -385,18 +385,18 @@ class GRPOFlags:
 
     oversample: float = 1.0
     """F: partial rollouts with F times P prompts in flight. Sampling ends when P of them are complete, and the next
-    step continues the others under its own weights; see docs/partial-rollouts.md. 1: each step samples all it draws."""
+    step continues the others under its own weights; see docs/partial-rollouts.md. 1: no partial rollouts."""
     max_staleness: int = 2
     """With partial rollouts, the maximum number of steps between the sampling of a token and the training on it. A step
-    samples on until all completions can be trained on in time, so nothing is dropped."""
+    goes on sampling until all completions can be trained on in time, so none is dropped."""
 
     loss_type: str = "grpo"
     """The loss: grpo, dr_grpo, dapo, gspo, cispo, or one that a plugin adds to `LOSSES`. Dr. GRPO itself also needs
-    advantage none."""
+    `--advantage none`."""
     advantage: str = "group"
-    """The advantage: a reward minus the mean of its group, divided by the standard deviation of the rewards in the
-    group, in the batch, or by nothing (none); or gdpo: each reward is normalised in its group before the weighted sum
-    (GDPO, arXiv:2601.05242); or one that a plugin adds to `ADVANTAGES`."""
+    """The advantage: a reward minus the mean of its group. group or batch: divided by the standard deviation of the
+    rewards in the group or batch; none: not divided. gdpo: each reward is normalised in its group before the weighted
+    sum (GDPO, arXiv:2601.05242). A plugin can add others to `ADVANTAGES`."""
     mask_truncated: bool = False
     """Leave truncated completions out of the loss (DAPO, arXiv:2503.14476, section 3.4). Their rewards still count in
     the advantages of their groups."""
@@ -407,10 +407,10 @@ class GRPOFlags:
     dual_clip: float = 0.0
     """c: for negative advantages, ratios above c are also clipped (arXiv:1912.09729); 0: no such clipping."""
     teacher: str | None = None
-    """A model that teaches (on-policy distillation), with the same vocabulary: a token's advantage gets
-    -(log π - log ν), with ν the teacher; see docs/distillation.md. With a new adapter, the model itself may teach."""
+    """A teacher with the same vocabulary (on-policy distillation). It gives a token the probability ν, and
+    -(log π - log ν) is added to its advantage. See docs/distillation.md. `model` may teach its own new adapter."""
     teacher_pixels: int = 0
-    """Maximum size of an image for the teacher, in pixels; 0: `max_pixels`. It may see more than the model does."""
+    """Maximum size of an image for the teacher, in pixels; 0: `max_pixels`. The teacher may see more than the model."""
     beta: float = 0.0
     """β: weight of the KL divergence from the initial model; 0: no KL term and no reference model."""
     old_logp: Literal["policy", "sampler"] = "policy"
@@ -426,7 +426,7 @@ class GRPOFlags:
     """Number of steps; 0: as many steps as `epochs` requires. A value above 0 overrides `epochs`."""
     drop_last: bool = False
     """Drop the rows that are left over at the end of an epoch when `prompts_per_step` does not divide their number.
-    Without this flag, the last batch is filled up with rows of the next epoch that are not in it yet."""
+    Without this flag, rows of the next epoch fill up the last batch; no row is in it twice."""
 
 
 @dataclass(kw_only=True)

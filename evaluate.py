@@ -49,7 +49,7 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
     """Adapter in PEFT layout that is added to `model`."""
     load_in_4bit: bool = False
     """Sample from the frozen model in 4 bits with `adapter` on top, as a run with this flag and `engine` policy does.
-    For a GPU that has no memory for the model in bfloat16; slower."""
+    This is slower, and meant for a GPU that has no memory for the model in bfloat16."""
     baseline: str | None = None
     """What to compare with, row by row: a model of the same architecture and size, an adapter of `model`, or the output
     folder of an earlier evaluation."""
@@ -67,8 +67,8 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
     output: str = "runs/evaluation"
     """Output folder for predictions.jsonl, scores.json, scores.png and completions.html."""
     picture: Literal["blank", "other"] | None = None
-    """Instead of the rows' own pictures, the model sees grey ones of the same sizes, or those of other rows. With its
-    evaluation with them as `baseline`, this tells how much of the score needs the picture."""
+    """Replace the rows' own pictures. blank: by grey ones of the same sizes; other: by those of other rows. With an
+    evaluation on the own pictures as `baseline`, the difference shows how much of the score needs the picture."""
     limit: int = 0
     """Score only the first `limit` rows; 0 scores all rows."""
     judge_cache: str = "runs/judge.sqlite"

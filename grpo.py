@@ -2,14 +2,14 @@
 
     torchrun --nproc_per_node 8 grpo.py --task vqa --data data.jsonl     # or without --data: recipes/vqa.flags
 
-`train_step` is Algorithm 1 of DeepSeekMath (arXiv:2402.03300), whose line numbers its comments give. Lines 2 and 12 are
+`train_step` is Algorithm 1 of DeepSeekMath (arXiv:2402.03300); its comments give the line numbers. Lines 2 and 12 are
 left out: the reference is fixed, and no reward model is trained. Three more things differ. There is no KL term by
 default (`--beta`). A group whose rewards are all equal gets advantages of exactly zero. A truncated importance weight
 corrects for the small difference between the sampler's and the trainer's log-probabilities.
 
-Three objects do the rest, and none knows the loss: `run.collector` draws prompts, samples and scores, `run.updater`
-cuts micro-batches and steps AdamW, and `run.loop` evaluates, saves and stops (all in training/). config.py has the
-flags, and training/run.py sets a run up and resumes.
+Three objects in training/ do the rest; none depends on the loss. `run.collector` draws prompts, samples and scores.
+`run.updater` cuts micro-batches and steps AdamW. `run.loop` evaluates, saves and stops. config.py has the flags, and
+training/run.py starts or resumes a run.
 
 Shapes: P prompts per step on all processes together, G completions per prompt, N completions on this process, L tokens
 in one completion, C completion tokens in one micro-batch. `completion_of_token` (C,): 0, 0, …, 1, …

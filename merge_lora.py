@@ -2,8 +2,8 @@
 
     python merge_lora.py --base_model Qwen/Qwen2.5-VL-7B-Instruct --lora_model runs/sft --output_path runs/merged
 
-The merged model is the folder of the base with other weights. At the end, its logits are checked against those of the
-adapted model (the base with its adapter). The base and the saved model are never in memory together. The adapter may be
+The output is a copy of the base's folder with merged weights. At the end, the logits of the merged model are compared
+with those of the base with its adapter. The base and the merged model are never in memory together. The adapter may be
 plain LoRA, rslora or DoRA, and may have adapted embeddings, `modules_to_save` and trained biases.
 """
 

@@ -1,10 +1,10 @@
 """Rewards: the built-in reward functions and the table of tasks. `Scorer` (evaluation/scorer.py) calls them.
 
-A reward is a plain function of text, `fn(completion, answer, **sample_fields) -> float | None`. `completion` is the
-decoded text, after what the chat template has opened (`Prompt.opening`), without its end-of-sequence token and without
-the marks that some models put around an answer. A completion whose reward is `None` is *unscored* and is left out of
-its group. A reward of parts of the completion, such as steps, returns `[(start, end, value), ...]` with indices of
-characters; its number is the sum of the values (training/offsets.py). Each reward's docstring gives its range, an
+A reward is a plain function of text, `fn(completion, answer, **sample_fields) -> float | None`. `completion` is what
+the chat template has opened (`Prompt.opening`), followed by the decoded text. It lacks the end-of-sequence token
+and the marks that some models put around an answer. A completion whose reward is `None` is *unscored* and is left out
+of its group. To reward parts of a completion, such as steps, return `[(start, end, value), ...]` with indices of
+characters; the whole reward is the sum of the values (training/offsets.py). Each reward's docstring gives its range, an
 example, and the exploits that the reward guards against.
 
 `TASKS` defines each task: its prompt, reward and format, and what counts as correct in evaluation. Answers are read in

@@ -3,12 +3,12 @@
 `VLLMEngine` (sampling/vllm_engine.py) runs inside each training process. vLLM receives the trainer's weights before
 every step and frees its GPU memory while the trainer works. `HFEngine` (sampling/hf_engine.py) is a plain transformers
 copy of the policy with a KV cache, and it needs no GPU. Each process has a full copy of the weights and samples at its
-own pace, except with `--tensor_parallel` or partial rollouts. `PolicyEngine` (in the same file) has no copy: it samples
+own pace, except with `--tensor_parallel` or partial rollouts. `PolicyEngine` (in that file) has no copy: it samples
 from the trainer's own model, in a single process.
 
 The random numbers for a completion depend only on its prompt's seed and its index, never on the batch. The same seeds
 therefore give the same completions on any number of processes, up to rounding in matrix products of different shapes.
-Only those of vLLM also depend on the lengths at which a completion was interrupted (`request_seed`).
+With vLLM, they also depend on the lengths at which a completion was interrupted (`request_seed`).
 """
 
 from __future__ import annotations

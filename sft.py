@@ -1,14 +1,14 @@
-"""Supervised fine-tuning on given answers, with all that GRPO has here: packing, sharding, LoRA, resume and export.
+"""Supervised fine-tuning on given answers, with GRPO's code for packing, sharding, LoRA, resuming and export.
 
     python sft.py --task vqa --data train.jsonl --lora_rank 64 --output runs/sft
     python grpo.py --task vqa --data train.jsonl --adapter runs/sft/final --output runs/vqa     # GRPO begins there
 
-Rows are those of training: the answer may also be the assistant's last turn in `messages`. It is trained on as it
-stands, with the reasoning before it, and ends as the chat template ends it. Rows with the same prompt share it in one
-packed sequence, as completions do.
+The rows have the same formats as in GRPO; the answer may also be the assistant's last turn in `messages`. The answer is
+trained on as it stands, with the reasoning before it, and ends as the chat template ends a turn. Rows with the same
+prompt share it in one packed sequence, as completions do.
 
-The loss is −Σ log π_θ(token) / tokens over the answers of a step: the policy gradient of completions that are given
-instead of sampled, with an advantage of 1. `grpo.batch_loss` computes it with the entry "sft" of `LOSSES`.
+The loss is −Σ log π_θ(token) / tokens over the answers of a step. Its gradient is the policy gradient with an advantage
+of 1, for answers that are given instead of sampled. `grpo.batch_loss` computes it with the entry "sft" of `LOSSES`.
 """
 
 from common import cli
@@ -54,7 +54,7 @@ class Answered(Sample):
 
 @dataclass(kw_only=True)
 class SFTFlags:
-    """The flags that GRPO has, too, with another meaning."""
+    """Flags that grpo.py also has, but with another meaning."""
 
     task: str = "vqa"
     """The task whose prompt template is used: count, vqa, math, or one that a plugin adds; see `template`."""
@@ -63,13 +63,13 @@ class SFTFlags:
     seed: int = 0
     """Seed for the order of the rows and for dropout."""
     max_completion_length: int = 1024
-    """Maximum length of an answer in tokens, with its end. A longer one stops the run, or `skip_bad_rows` drops it."""
+    """Maximum answer length in tokens, with the end token. A longer one is unusable: see `skip_bad_rows`."""
     prompts_per_step: int = 32
     """Number of prompts in a step, on all processes together. All answers to a prompt are trained on at once."""
     epochs: int = 1
     """Number of passes over the prompts."""
     max_steps: int = 0
-    """Number of steps; 0: as many as `epochs` takes."""
+    """Number of steps; 0: as many as `epochs` requires."""
     drop_last: bool = False
     """Leave out the last, incomplete batch of an epoch."""
 
@@ -81,7 +81,7 @@ class Config(RunFlags, PolicyFlags, DataFlags, SFTFlags):  # --help begins with 
     output: str = "runs/sft"
     """Folder of the run."""
     learning_rate: float | None = None
-    """Peak learning rate of AdamW. Unset: that of the run to resume, or 2e-5 for all weights, 2e-4 for an adapter."""
+    """Peak learning rate of AdamW. Unset: 2e-5 for all weights, 2e-4 for an adapter; a resumed run keeps its rate."""
     # What the rest asks of a GRPO run:
     default_rates = (2e-5, 2e-4)
     loss_type: str = field(default="sft", init=False)

@@ -44,7 +44,7 @@ def sections_of(config: type) -> list[tuple[str, type]]:
         (title_of(each), each.__doc__ or "", list(vars(each).get("__annotations__", ())))
         for each in reversed(config.__mro__)
     ]
-    named += [("parts", "The flags of what is in parts/.", OF_PARTS)]
+    named += [("parts", "The flags of the optional code in parts/.", OF_PARTS)]
     named.sort(key=lambda section: section[0] != "main")
     left = {field.name: field for field in dataclasses.fields(config)}
     found: dict[str, tuple[str, dict]] = {}

@@ -2,7 +2,7 @@
 
     python -m parts.run_flags runs/vqa --benchmark mmstar
 
-The arguments are the run's folder and the user's own flags for evaluate.py, which follow those that are printed.
+The arguments are the run's folder and the user's own flags for evaluate.py. run.sh puts those after the printed flags.
 """
 
 import pathlib
