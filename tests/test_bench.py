@@ -17,7 +17,7 @@ pytest.importorskip("parts.turns", reason="needs parts/turns, which is not here"
 pytest.importorskip("apps", reason="needs apps/, which is not here")
 
 from apps.bench import routes, speed, tail, turns
-from apps.bench.random_weights import ATTENTION_STD
+from apps.bench.random_weights import STDS
 from apps.demo.tiny import byte_tokenizer
 
 SMALL = ["--shape=tiny", "--prompts=1", "--steps=1", "--flags", "compile=false"]  # further flags of grpo.py may follow
@@ -120,7 +120,7 @@ def test_weights_that_are_sharded_as_they_are_made_depend_on_their_names_alone(t
         if tensor.ndim == 1:
             assert torch.equal(tensor, policy[name]), f"{name}: norms, biases and tables are the same in every model"
         else:
-            std = ATTENTION_STD if "o_proj" in name else tensor.std()
+            std = next((std for word, std in STDS.items() if word in name), tensor.std())
             assert abs(policy[name].std() / std - 1) < 0.1, name
     assert len({float(tensor.flatten()[0]) for tensor in policy.values() if tensor.ndim > 1}) > 20
 
