@@ -238,7 +238,8 @@ def test_a_sampler_over_http_gives_the_completions_of_the_one_within(processes, 
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "examples.http_sampler", tiny_model, "--port", str(port)]
-    with subprocess.Popen(command, cwd=ROOT) as server:
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ  # as `run` has: another number of threads rounds otherwise
+    with subprocess.Popen(command, cwd=ROOT, env=environment) as server:
         try:
             for _ in range(600):
                 with socket.socket() as probe:
