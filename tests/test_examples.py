@@ -1,5 +1,6 @@
 """The plugins of examples/: their numbers by hand, and runs with them, resumed exactly."""
 
+import os
 import shutil
 import socket
 import subprocess
