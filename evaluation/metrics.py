@@ -50,7 +50,7 @@ def verdicts(row: dict) -> list[bool]:
 def summarise(predictions: list[dict], task: str, reason: str | None = None, interval: Callable | None = None) -> dict:
     """Return the scores of a task; docs/evaluation.md defines them.
 
-    Completions without a verdict count in `no_verdict`, `format_rate` and the lengths; the other scores leave them out.
+    Completions without a verdict are left out of `reward`, `exact_match` and pass@k; they count in everything else.
     At most a tenth may have no verdict; `reason` says why one has none. `interval` returns that of a mean of values.
     """
     responses = [response for row in predictions for response in row["responses"]]
