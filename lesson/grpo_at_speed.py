@@ -520,8 +520,9 @@ def loss_of(logp: Tensor, part: list[Group], settings: Settings) -> Tensor:
     """Return the loss of a micro-batch, from the log-probabilities (C,) of its completion tokens.
 
     Σ w · (β · KL − importance · min(r A, clip(r, 1 ± ε) A)), with r = π / π_old, importance = π_old / π_sampler, and
-    the k3 estimate of the KL divergence (DeepSeekMath, arXiv:2402.03300). The sum is over tokens; `parts_of` has set w,
-    the normaliser, from the completions of all processes, so that the sum over all micro-batches is a mean.
+    the k3 estimate of the KL divergence (DeepSeekMath, arXiv:2402.03300). The sum is over tokens.
+    `prepare_micro_batches` has set w, the normaliser, from the completions of all processes, so that the sum over all
+    micro-batches is a mean.
     """
     done = [each for _, completions in part for each in completions]
 
@@ -564,7 +565,7 @@ class Run:
     sampler: Sampler | None = None  # made by `train`, last
 
 
-def parts_of(groups: list[Group], settings: Settings) -> list[list[Group]]:
+def prepare_micro_batches(groups: list[Group], settings: Settings) -> list[list[Group]]:
     """Set the weights of all completions and return the micro-batches: as many as every other process has."""
     done = [each for _, completions in groups for each in completions]
     (count,) = over_processes([len(done)])
@@ -583,7 +584,7 @@ def update(run: Run, groups: list[Group]) -> dict[str, float]:
 
     The `mismatch` is the mean of |log π − log π_sampler| over tokens before the first optimizer step.
     """
-    settings, parts = run.settings, parts_of(groups, run.settings)
+    settings, parts = run.settings, prepare_micro_batches(groups, run.settings)
     if run.reference is not None:
         record_logp(run.reference, parts, settings, "ref_logp")
     if settings.updates > 1:
@@ -605,11 +606,10 @@ def update(run: Run, groups: list[Group]) -> dict[str, float]:
 
 
 def mismatch_of(logp: Tensor, part: list[Group]) -> Tensor:
-    """Return the sum of |log π − log π_sampler| over the tokens with a weight, and their number, as one tensor (2,)."""
+    """Return the sum of |log π − log π_sampler| over the tokens of a micro-batch, and their number: zeros if idle."""
     done = [each for _, completions in part for each in completions]
-    sampled = torch.cat([each.sampler_logp for each in done]).to(logp.device)
-    counts = torch.cat([torch.full((len(each.ids),), float(each.weight > 0)) for each in done]).to(logp.device)
-    return torch.stack([((logp - sampled).abs() * counts).sum(), counts.sum()])
+    apart = (logp - torch.cat([each.sampler_logp for each in done]).to(logp.device)).abs()
+    return torch.stack([apart.sum(), torch.ones_like(apart).sum()]) * (done[0].weight > 0)
 
 
 def over_processes(values: list[float], how: Any = dist.ReduceOp.SUM) -> list[float]:

@@ -184,14 +184,19 @@ WITHOUT: dict[Part, Callable[[], Context]] = {
 }
 
 
+def leave_out(part: Part | None) -> Context:
+    """Return a context without `part`, if there is one."""
+    return WITHOUT[part]() if part else contextlib.nullcontext()
+
+
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
 def main(cfg: Config) -> None:
     work, folder = speed.WORKLOADS["W1"], pathlib.Path(cfg.model).parent
-    from_the_start = cfg.without if cfg.without and cfg.without[0] in FROM_THE_START else ()
-    in_turn = [part for part in cfg.without if part not in from_the_start for _ in range(2)]
-    missing = [from_the_start] * cfg.steps + [(part,) for part in in_turn]  # in each step
+    always = next((part for part in cfg.without if part in FROM_THE_START), None)
+    of_step: list[Part | None] = [None] * cfg.steps  # what is left out of each step
+    of_step += [part for part in cfg.without if part != always for _ in range(2)]
     data = speed.make_data(folder, work["side"], cfg.prompts * cfg.steps)  # taken again, if there are more steps
     take_step = lesson.step
 
@@ -199,11 +204,15 @@ def main(cfg: Config) -> None:
         """Take a step and print its time."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        started, (part,) = time.perf_counter(), missing[number - 1] or (None,)
-        with WITHOUT[part]() if part and not from_the_start else contextlib.nullcontext():
+        part, started = of_step[number - 1], time.perf_counter()
+        with leave_out(part):
             metrics = take_step(run, number, rows)
         seconds = time.perf_counter() - started
-        shown: dict[str, Any] = {"without": part, "length": metrics["length"], "mismatch": metrics["mismatch"]}
+        shown: dict[str, Any] = {
+            "without": part or always,
+            "length": metrics["length"],
+            "mismatch": metrics["mismatch"],
+        }
         shown |= {
             name.removeprefix("seconds/"): round(value, 2) for name, value in metrics.items() if "seconds" in name
         }
@@ -214,11 +223,9 @@ def main(cfg: Config) -> None:
     lesson.step, lesson.reward = timed, lambda *_: float(random.random() < 0.5)
     lesson.save = lesson.export = lambda *_: None
     settings = lesson.Settings(model=cfg.model, data=data, output=str(folder / "lesson"), prompts=cfg.prompts)
-    settings = replace(settings, micro_batch_tokens=cfg.micro_batch_tokens, beta=work["beta"], steps=len(missing))
+    settings = replace(settings, micro_batch_tokens=cfg.micro_batch_tokens, beta=work["beta"], steps=len(of_step))
     settings = replace(settings, max_tokens=work["tokens"], gpu_memory=0.2 if "sleep" in cfg.without else 0.4)
-    with contextlib.ExitStack() as stack:
-        for part in from_the_start:
-            stack.enter_context(WITHOUT[part]())
+    with leave_out(always):
         lesson.launch(settings)
 
 
