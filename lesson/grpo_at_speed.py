@@ -360,9 +360,9 @@ class Policy(nn.Module):
         return TokenLogp.apply(hidden[packed.predict_from], self.model.lm_head.weight, packed.targets, temperature)
 
 
-def load_policy(settings: Settings, device: torch.device) -> Policy:
-    """Load the model with float32 weights and a frozen tower, and prepare it for packed sequences."""
-    model = transformers.AutoModelForImageTextToText.from_pretrained(settings.model, dtype=torch.float32)
+def load_policy(settings: Settings, device: torch.device, dtype: torch.dtype) -> Policy:
+    """Load the model with weights in `dtype` and a frozen tower, and prepare it for packed sequences."""
+    model = transformers.AutoModelForImageTextToText.from_pretrained(settings.model, dtype=dtype)
     model.model.visual.requires_grad_(False).to(device, COMPUTE[device.type])
     # A name with "flash" lets the tower attend to all windows in one call; the decoder's must not have it.
     for name in ("prefix", "flash_prefix"):
@@ -392,7 +392,7 @@ def in_float32(decoder: nn.Module) -> None:
 
 
 def shard(policy: Policy, device: torch.device) -> Policy:
-    """Shard the float32 weights over all processes; each layer is gathered in bfloat16 when it runs.
+    """Shard the weights over all processes; each layer is gathered in bfloat16 when it runs.
 
     The embeddings, the last norm and the head belong to the root: they are gathered for the whole of `Policy.forward`,
     which may therefore take the head's weight. The tower is frozen and stays whole.
@@ -738,10 +738,14 @@ def read_rows(settings: Settings) -> list[dict[str, Any]]:
 
 
 def prepare(settings: Settings, device: torch.device) -> Run:
-    """Load the model for the policy and, with a KL term, once more as its frozen reference."""
-    encoder = load_encoder(settings)
-    policy = shard(load_policy(settings, device), device)
-    reference = shard(load_policy(settings, device), device).requires_grad_(False) if settings.beta else None
+    """Load the model for the policy and, with a KL term, once more as its frozen reference.
+
+    Only what is trained needs float32.
+    """
+    encoder, reference = load_encoder(settings), None
+    policy = shard(load_policy(settings, device, torch.float32), device)
+    if settings.beta:
+        reference = shard(load_policy(settings, device, COMPUTE[device.type]), device).requires_grad_(False)
     # Made before any forward pass. After one without gradients, FSDP keeps the root's weights gathered, and
     # `parameters` would return those, which the optimizer would change in vain.
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]

@@ -17,8 +17,7 @@ def prepare_experts(model: transformers.PreTrainedModel) -> None:
     """Change how `model` runs its experts, in place.
 
     The routers compute in float32. In bfloat16, two experts often have the same logit, and whichever is chosen then
-    depends on rounding, which differs between the sampler and the trainer. torch.compile leaves the experts out, since
-    the number of tokens of an expert is known only when it runs.
+    depends on rounding, which differs between the sampler and the trainer.
     """
     from transformers.models.aria import modeling_aria
 
@@ -33,10 +32,20 @@ def prepare_experts(model: transformers.PreTrainedModel) -> None:
                 module.forward = types.MethodType(_grouped_product, module)
 
 
-@torch.compiler.disable
 def _in_input_dtype(experts: nn.Module, hidden: Tensor, *routing: Tensor) -> Tensor:
-    """Run `experts` and round their output, a sum weighted in float32, like their input."""
-    return type(experts).forward(experts, hidden, *routing).to(hidden.dtype)
+    """Run `experts` and round their output, a sum weighted in float32, like their input.
+
+    Of grouped products, torch.compile takes only those in bfloat16. Adapted experts (PEFT's) get a new class in each
+    call, and would be compiled anew each time.
+    """
+    is_traced = hidden.dtype == torch.bfloat16 and not hasattr(experts, "base_layer")
+    forward = type(experts).forward if is_traced else _forward_uncompiled
+    return forward(experts, hidden, *routing).to(hidden.dtype)
+
+
+@torch.compiler.disable
+def _forward_uncompiled(experts: nn.Module, *given: Tensor) -> Tensor:
+    return type(experts).forward(experts, *given)
 
 
 def _logits(router: nn.Linear, hidden: Tensor) -> Tensor:
