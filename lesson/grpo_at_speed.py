@@ -738,13 +738,10 @@ def read_rows(settings: Settings) -> list[dict[str, Any]]:
 
 
 def prepare(settings: Settings, device: torch.device) -> Run:
-    """Load the model for the policy and, with a KL term, once more as its frozen reference.
-
-    Only what is trained needs float32.
-    """
+    """Load the model for the policy and, with a KL term, once more as its frozen reference."""
     encoder, reference = load_encoder(settings), None
     policy = shard(load_policy(settings, device, torch.float32), device)
-    if settings.beta:
+    if settings.beta:  # nothing of it is trained, so that it needs no float32
         reference = shard(load_policy(settings, device, COMPUTE[device.type]), device).requires_grad_(False)
     # Made before any forward pass. After one without gradients, FSDP keeps the root's weights gathered, and
     # `parameters` would return those, which the optimizer would change in vain.

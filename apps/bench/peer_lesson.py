@@ -3,7 +3,7 @@
     python apps/bench/peer_lesson.py runs/bench/3b --steps 3                           # the model is that of speed.py
     python apps/bench/peer_lesson.py runs/bench/3b --without prefix packing chunks compile pieces    # each in turn
     python apps/bench/peer_lesson.py runs/bench/3b --without masters                   # sum, sleep, process likewise
-    torchrun --nproc_per_node 4 apps/bench/peer_lesson.py runs/bench/7b --steps 3 --prompts 64
+    torchrun --nproc_per_node 2 apps/bench/peer_lesson.py runs/bench/7b --steps 3 --prompts 64 --micro_batch_tokens 4608
 
 The model, the pictures, the length of the completions, beta and the coin flips are those of W1; all else is what
 lesson/grpo_at_speed.py does by itself. Prints "STEP seconds GiB parts" for every step, including the first. A part that
