@@ -405,6 +405,11 @@ def shard(policy: Policy, device: torch.device) -> Policy:
     return fully_shard(policy, mesh=mesh, mp_policy=precision, ignored_params=tower)
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor gathered from all processes, if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 @torch.no_grad()
 def see(policy: Policy, prompts: list[Prompt]) -> None:
     """Set `features` of all prompts with pictures: the frozen tower runs once for the sampler and all updates."""
@@ -460,8 +465,7 @@ class Sampler:
 
         def weights() -> Iterator[tuple[str, Tensor]]:
             for name, weight in policy.model.named_parameters():
-                full = weight.full_tensor() if isinstance(weight, DTensor) else weight
-                yield name, full.to(self.llm.model_config.dtype)
+                yield name, whole(weight).to(self.llm.model_config.dtype)
 
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -601,8 +605,7 @@ def update(run: Run, groups: list[Group]) -> dict[str, float]:
         run.optimizer.step()
         run.optimizer.zero_grad()
     total, tokens = over_processes(sum(mismatch, torch.zeros(2, device=norm.device)).tolist())
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    return {"grad_norm": norm.item(), "mismatch": total / max(tokens, 1)}
+    return {"grad_norm": whole(norm).item(), "mismatch": total / max(tokens, 1)}
 
 
 def mismatch_of(logp: Tensor, part: list[Group]) -> Tensor:
@@ -696,12 +699,17 @@ def save(run: Run, number: int) -> None:
     dist.barrier()
 
 
+def newest_checkpoint(output: str) -> tuple[int, pathlib.Path | None]:
+    """Return the number of steps of the newest checkpoint, and its folder; 0 and None if there is none."""
+    paths = pathlib.Path(output).glob("checkpoint-*")
+    return max(((int(path.name.rpartition("-")[2]), path) for path in paths), default=(0, None))
+
+
 def resume(run: Run) -> int:
     """Load the newest checkpoint of the run, if there is one; return how many steps it has."""
-    checkpoints = list(pathlib.Path(run.settings.output).glob("checkpoint-*"))
-    if not checkpoints:
+    number, newest = newest_checkpoint(run.settings.output)
+    if newest is None:
         return 0
-    number, newest = max((int(path.name.rpartition("-")[2]), path) for path in checkpoints)
     model, moments = get_state_dict(run.policy, run.optimizer)
     dcp.load({"model": model, "optimizer": moments}, checkpoint_id=newest)
     set_state_dict(run.policy, run.optimizer, model_state_dict=model, optim_state_dict=moments)
@@ -715,7 +723,7 @@ def export(run: Run) -> None:
     """Write the trained model as transformers does, in bfloat16."""
     folder, state = pathlib.Path(run.settings.output) / "final", {}
     for name, weight in run.policy.model.named_parameters():
-        full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        full = whole(weight)  # all processes take part
         if dist.get_rank() == 0:
             state[name] = full.to("cpu", torch.bfloat16)
     if dist.get_rank() == 0:
@@ -724,17 +732,21 @@ def export(run: Run) -> None:
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def read_rows(settings: Settings) -> list[dict[str, Any]]:
-    """Return the rows; end with one line if there are none, or if the settings do not fit."""
-    file = pathlib.Path(settings.data)
+def read_rows(file: pathlib.Path) -> list[dict[str, Any]]:
+    """Return the rows; end with one line if there are none."""
     if not file.is_file():
         sys.exit(f"error: {file} does not exist: give --data rows.jsonl")
-    if settings.prompts % dist.get_world_size() or settings.group < 2:
-        sys.exit("error: --prompts must be a multiple of the number of processes, and --group at least 2")
     rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
     if not rows:
         sys.exit(f"error: {file} has no rows")
     return rows
+
+
+def log(metrics: dict[str, float], output: str) -> None:
+    """Append a step's metrics to metrics.jsonl, and print them."""
+    with open(f"{output}/metrics.jsonl", "a") as file:
+        file.write(json.dumps(metrics) + "\n")
+    tqdm.write(" ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
 
 
 def prepare(settings: Settings, device: torch.device) -> Run:
@@ -751,39 +763,45 @@ def prepare(settings: Settings, device: torch.device) -> Run:
 
 
 def train(settings: Settings, device: torch.device) -> None:
-    rows = read_rows(settings)
+    if settings.prompts % dist.get_world_size() or settings.group < 2:
+        sys.exit("error: --prompts must be a multiple of the number of processes, and --group at least 2")
+    rows = read_rows(pathlib.Path(settings.data))
     pathlib.Path(settings.output).mkdir(parents=True, exist_ok=True)
     run = prepare(settings, device)
     begun = resume(run)  # after `prepare`: the reference is the initial model in a resumed run, too
     run.sampler = Sampler(settings, run.encoder, max(len(row.get("images", [])) for row in rows))
     run.sampler.sleep()
-    is_main = dist.get_rank() == 0
-    for number in tqdm(range(begun, settings.steps), initial=begun, total=settings.steps, disable=not is_main):
+    quiet = dist.get_rank() > 0
+    for number in tqdm(range(begun, settings.steps), initial=begun, total=settings.steps, disable=quiet):
         metrics = step(run, number + 1, rows_of_step(rows, number, settings))
-        if is_main:
-            with open(f"{settings.output}/metrics.jsonl", "a") as log:
-                log.write(json.dumps(metrics) + "\n")
-            tqdm.write(" ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+        if not quiet:
+            log(metrics, settings.output)
         if (number + 1) % settings.save_every == 0 or number + 1 == settings.steps:
             save(run, number + 1)
     export(run)
 
 
+def take_device() -> torch.device:
+    """Return this process's GPU, or the CPU if there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
 def launch(settings: Settings) -> None:
-    """Train on this process's GPU, or on a CPU."""
+    """Train with the processes that torchrun has started, or with this one alone."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
-    os.environ |= alone | os.environ  # torchrun's variables win; without them, one process
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    # A tensor's device chooses the backend.
-    dist.init_process_group("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo")
+    os.environ |= alone | os.environ  # torchrun's variables win
+    device = take_device()
+    dist.init_process_group("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo")  # by a tensor's device
     train(settings, device)
     dist.destroy_process_group()
 
 
-def main() -> None:
+def parse_settings() -> Settings:
+    """Return the settings of the command line. The comments of `Settings` explain the flags."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     comments = dict(re.findall(r"^    (\w+): .*  # (.*)$", inspect.getsource(Settings), re.MULTILINE))
     for each in fields(Settings):
@@ -791,7 +809,11 @@ def main() -> None:
         if isinstance(each.default, bool):
             how = {"action": "store_true"}
         parser.add_argument(f"--{each.name}", help=f"{comments.get(each.name, '')} (default: {each.default})", **how)
-    launch(Settings(**vars(parser.parse_args())))
+    return Settings(**vars(parser.parse_args()))
+
+
+def main() -> None:
+    launch(parse_settings())
 
 
 if __name__ == "__main__":
