@@ -88,12 +88,12 @@ class RowFlags:
     image_dir: str | None = None
     """Folder that relative image paths are resolved against; by default, the folder of the data file."""
     columns: tuple[str, ...] = ()
-    """Names of the rows' columns, such as prompt=text answer=gold images=scan. Default columns of the prompt: "prompt",
-    "conversations", "messages", "problem", "question", "query"; of the answer: "answer", "ground_truth", "solution",
-    "response"; of the images: "images", "image", or "path" if it holds images."""
+    """The columns of your rows, such as prompt=text answer=gold images=scan. By default, the prompt is in "prompt",
+    "conversations", "messages", "problem", "question" or "query"; the answer in "answer", "ground_truth", "solution" or
+    "response"; the images in "images", "image", or "path" if it holds images."""
     skip_bad_rows: bool = False
-    """Leave out unusable rows and, except in evaluations, duplicate ones. Without this flag, unusable rows stop the
-    run. Either way, the first few are listed."""
+    """Leave out unusable rows and, except in evaluations, duplicate rows. Without this flag, unusable rows stop the
+    run. In both cases, the first few unusable rows are listed."""
 
     def check_rows(self) -> None:
         """Raise ValueError for invalid settings."""
@@ -157,7 +157,7 @@ class VerifierFlags:
     """Jinja file with the verifier's prompt, for a model that was trained on its own prompt, such as xVerify. It must
     contain {{ question }}, {{ gold }} and {{ answer }}. The reply must be "correct" or "incorrect"."""
     verifier_timeout: float = 60.0
-    """Time limit in seconds for one question, with all retries, and for one call of an `async def` reward."""
+    """Time limit in seconds for a question to the verifier, with all retries, or a call of an `async def` reward."""
 
     def check_verifier(self) -> None:
         """Raise ValueError for invalid settings."""
@@ -175,7 +175,7 @@ class RewardFlags(VerifierFlags):
     env: str | None = None
     """Environment that answers the model's turns, such as a tool that returns images. A plugin adds it to
     `ENVIRONMENTS`; see docs/turns.md. `max_completion_length` then limits the tokens that the model samples in all
-    turns together; `max_prompt_length` limits the tokens that it sees."""
+    turns together. `max_prompt_length` limits the tokens of the prompt and of the environment's answers."""
     max_turns: int = 4
     """Maximum number of the model's turns in an episode with `env`."""
 
@@ -214,11 +214,11 @@ class PolicyFlags:
     train_router: bool = False
     """Train the routers of a mixture of experts, which are frozen by default."""
     micro_batch_tokens: int = 0
-    """Maximum number of packed tokens per forward and backward pass; 0: as many as fit into the GPU's free memory, at
-    most 10240 (16384 without a GPU). Without dropout, the gradient does not depend on this number."""
+    """Maximum number of packed tokens per forward and backward pass; 0: as many as fit into the GPU's free memory, but
+    at most 10240; without a GPU, 16384. Without dropout, the gradient does not depend on this number."""
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """Layers whose activations are recomputed in the backward pass. none: no layer; selective: every second layer;
-    full: all layers, which takes a third more compute; auto: only as many as micro-batches of 8192 tokens need."""
+    full: all layers, a third more compute than none; auto: the fewest with which micro-batches of 8192 tokens fit."""
     compile: bool = True
     """On a GPU, fuse the small operations of each layer with torch.compile. Compilation takes a minute at the start."""
     lora_rank: int = 0
@@ -238,8 +238,8 @@ class PolicyFlags:
     sharding: Literal["auto", "none", "hybrid", "full"] = "auto"
     """How weights, gradients and optimizer state are sharded. none: every process holds a full copy; full: all
     processes share one copy; hybrid: the processes of each machine share one copy. auto: none if a full copy takes less
-    than a third of the GPU's memory; otherwise hybrid, if there are several machines and a shard takes less than two
-    thirds of the memory; otherwise full."""
+    than a third of the GPU's memory. Otherwise, auto is hybrid if there are several machines and a shard takes less
+    than two thirds of the GPU's memory, and full in all other cases."""
     offload: tuple[Literal["optimizer", "reference"], ...] = ()
     """What to keep in host memory: one or both of these. optimizer: AdamW's moments, which only an update needs.
     reference: the reference model; its layers move to the GPU one at a time."""
@@ -284,14 +284,14 @@ class EngineFlags:
     """The flags of the sampler."""
 
     engine: str = "auto"
-    """The sampler. vllm: vLLM; hf: transformers with a KV cache; policy (only grpo.py, in one process): like hf, but
-    with the trainer's own weights instead of a copy; or an entry of `ENGINES` in rollout.py. auto: vllm if it is
-    installed and there is a GPU, otherwise hf; in grpo.py, policy if the GPU has no memory for a copy."""
+    """The sampler: vllm, hf (transformers with a KV cache), policy, or another entry of `ENGINES` in rollout.py. policy
+    is like hf, but uses the trainer's weights, not a copy; it needs grpo.py in one process. auto: vllm if it is
+    installed and there is a GPU, otherwise hf. In grpo.py, auto is policy if the GPU has no memory for a copy."""
     vllm_memory: float = 0.0
-    """Fraction of the GPU's memory, or of `gpu_memory`, for vLLM's weights and KV cache while it samples. At other
+    """Fraction of the GPU's memory, or of `gpu_memory`, for vLLM's weights and KV cache while vLLM samples. At other
     times, the trainer uses this memory, unless `gpu_memory` is set. Training raises the fraction if the weights need
-    more. 0: up to 0.85 in evaluations, 0.25 in training. Without `gpu_memory`, training uses more than 0.25 if the
-    completions of a step need it, up to 70% of what the waiting trainer leaves free."""
+    more. 0: up to 0.85 in evaluations, 0.25 in training. Without `gpu_memory`, training raises the 0.25 if the
+    completions of a step need more, up to 70% of the memory that the trainer leaves free while it waits."""
     gpu_memory: float = 0.0
     """Memory in GiB that the run, including the sampler, may use on each GPU; 0: all of the GPU's memory."""
     vllm_sequences: int = 256
@@ -325,15 +325,15 @@ class RunFlags:
     eval_every: int = 0
     """Number of steps between evaluations on `eval_data`; 0: only before and after training."""
     save_every: int = 50
-    """Number of steps between checkpoints; 0: save only when the run ends or is interrupted, but not if it
-    runs out of memory."""
+    """Number of steps between checkpoints; 0: save only when the run ends or is interrupted. A run that runs out of
+    memory saves nothing when it ends."""
     keep_last: int = 2
     """Number of most recent checkpoints to keep; 0: all."""
     report_every: int = 10
     """Number of steps between updates of curves.png and completions.html (parts/pages); 0: never write them."""
     log_to: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = ()
-    """Also log metrics and sampled completions to Weights & Biases, TensorBoard or trackio, or to several of them. They
-    are not installed with the project: pip install wandb tensorboard trackio."""
+    """Also log metrics and sampled completions to one or more of Weights & Biases, TensorBoard and trackio. Their
+    packages are not installed with the project: pip install wandb tensorboard trackio."""
 
     def check_run(self) -> None:
         """Raise ValueError for invalid settings."""
@@ -370,9 +370,9 @@ class GRPOFlags:
     penalty."""
 
     prompts_per_step: int = 32
-    """P: number of prompts per step, over all processes."""
+    """P: number of prompts per step, on all processes together."""
     prompts_per_update: int = 0
-    """Number of prompts per optimizer update, over all processes; 0: all P in one update."""
+    """Number of prompts per optimizer update, on all processes together; 0: all P in one update."""
     num_generations: int = 8
     """G: number of completions per prompt. These completions form a group. Advantages are relative to the group."""
     num_iterations: int = 1
@@ -384,11 +384,11 @@ class GRPOFlags:
     prompts per step (DAPO, arXiv:2503.14476, eq. 11). 0: no dynamic sampling."""
 
     oversample: float = 1.0
-    """F: partial rollouts with F times P prompts in flight. Sampling ends when P of them are complete, and the next
-    step continues the others under its own weights; see docs/partial-rollouts.md. 1: no partial rollouts."""
+    """F: partial rollouts, with F times P prompts sampled at a time. Sampling ends when P prompts are complete. The
+    next step continues the others with its newer weights; see docs/partial-rollouts.md. 1: no partial rollouts."""
     max_staleness: int = 2
-    """With partial rollouts, the maximum number of steps between the sampling of a token and the training on it. A step
-    goes on sampling until all completions can be trained on in time, so none is dropped."""
+    """With partial rollouts, the maximum number of steps between the sampling of a token and the training on this
+    token. A step samples until all completions can be trained on within this limit, so no completion is dropped."""
 
     loss_type: str = "grpo"
     """The loss: grpo, dr_grpo, dapo, gspo, cispo, or one that a plugin adds to `LOSSES`. Dr. GRPO itself also needs
@@ -407,10 +407,10 @@ class GRPOFlags:
     dual_clip: float = 0.0
     """c: for negative advantages, ratios above c are also clipped (arXiv:1912.09729); 0: no such clipping."""
     teacher: str | None = None
-    """A teacher with the same vocabulary (on-policy distillation). It gives a token the probability ν, and
-    -(log π - log ν) is added to its advantage. See docs/distillation.md. `model` may teach its own new adapter."""
+    """A teacher with the same vocabulary (on-policy distillation). The teacher gives a token the probability ν, and
+    -(log π - log ν) is added to the token's advantage; see docs/distillation.md. `model` may teach its new adapter."""
     teacher_pixels: int = 0
-    """Maximum size of an image for the teacher, in pixels; 0: `max_pixels`. The teacher may see more than the model."""
+    """Maximum size of an image for the teacher, in pixels; 0: `max_pixels`. It may be larger than `max_pixels`."""
     beta: float = 0.0
     """β: weight of the KL divergence from the initial model; 0: no KL term and no reference model."""
     old_logp: Literal["policy", "sampler"] = "policy"
@@ -421,12 +421,12 @@ class GRPOFlags:
     the sampler and the trainer; 0: no importance weight."""
 
     epochs: int = 1
-    """Number of passes over the training rows. Prompts that dynamic sampling replaces count too."""
+    """Number of passes over the training rows. Prompts that dynamic sampling replaces count, too."""
     max_steps: int = 0
     """Number of steps; 0: as many steps as `epochs` requires. A value above 0 overrides `epochs`."""
     drop_last: bool = False
-    """Drop the rows that are left over at the end of an epoch when `prompts_per_step` does not divide their number.
-    Without this flag, rows of the next epoch fill up the last batch; no row is in it twice."""
+    """Drop the last batch of an epoch if it is incomplete, that is, if `prompts_per_step` does not divide the number of
+    rows. Without this flag, rows of the next epoch fill up the last batch; no row is in this batch twice."""
 
 
 @dataclass(kw_only=True)

@@ -48,8 +48,8 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
     adapter: str | None = None
     """Adapter in PEFT layout that is added to `model`."""
     load_in_4bit: bool = False
-    """Sample from the frozen model in 4 bits with `adapter` on top, as a run with this flag and `engine` policy does.
-    This is slower, and meant for a GPU that has no memory for the model in bfloat16."""
+    """Sample from the frozen model in 4 bits with `adapter` on top, as in training with this flag and `engine` policy.
+    This is slower than sampling in bfloat16, and meant for a GPU that has no memory for the model in bfloat16."""
     baseline: str | None = None
     """What to compare with, row by row: a model of the same architecture and size, an adapter of `model`, or the output
     folder of an earlier evaluation."""
@@ -58,7 +58,7 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
     benchmark or, for a task, `prompt` and `answer`."""
     benchmark: str | None = None
     """Named benchmark to score on instead of a task: aime24, math500, gpqa_diamond, geometry3k, vqa_rad, mme, mmstar,
-    mathvista, mathverse or screenspot; its rows come from the hub unless `data` is given."""
+    mathvista, mathverse or screenspot. Without `data`, its rows come from the hub."""
     data: str = ""
     """Rows to score on, in any format that training reads. For a benchmark: a file or folder with the columns of the
     benchmark."""
@@ -67,8 +67,8 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
     output: str = "runs/evaluation"
     """Output folder for predictions.jsonl, scores.json, scores.png and completions.html."""
     picture: Literal["blank", "other"] | None = None
-    """Replace the rows' own pictures. blank: by grey ones of the same sizes; other: by those of other rows. With an
-    evaluation on the own pictures as `baseline`, the difference shows how much of the score needs the picture."""
+    """Replace the rows' own pictures by grey ones of the same sizes (blank) or by pictures of other rows (other). If
+    `baseline` is an evaluation with the rows' own pictures, the difference shows how much of the score needs them."""
     limit: int = 0
     """Score only the first `limit` rows; 0 scores all rows."""
     judge_cache: str = "runs/judge.sqlite"

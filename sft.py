@@ -63,9 +63,9 @@ class SFTFlags:
     seed: int = 0
     """Seed for the order of the rows and for dropout."""
     max_completion_length: int = 1024
-    """Maximum answer length in tokens, with the end token. A longer one is unusable: see `skip_bad_rows`."""
+    """Maximum answer length in tokens, with the end token. A longer answer is unusable: see `skip_bad_rows`."""
     prompts_per_step: int = 32
-    """Number of prompts in a step, on all processes together. All answers to a prompt are trained on at once."""
+    """Number of prompts in a step, on all processes together. All answers to a prompt are in one step."""
     epochs: int = 1
     """Number of passes over the prompts."""
     max_steps: int = 0
