@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node 8 lesson/grpo_at_speed.py --model Qwen/Qwen2.5-VL-3B-Instruct --data rows.jsonl
 
-A row of rows.jsonl is {"prompt": "How many?", "answer": "3", "images": ["1.png"]}, with paths beside the file. Replace
-`reward` by your own. Read from the bottom: `train` is the run, `step` one step, `loss_of` the formula. What makes it
-fast, in the order of the file:
+A row of rows.jsonl is {"prompt": "How many?", "answer": "3", "images": ["1.png"]}, with paths beside the file. Pictures
+stand at the tags <image> of the prompt, or else before it. Replace `reward` by your own. Read from the bottom: `train`
+is the run, `step` one step, `loss_of` the formula. What makes it fast, in the order of the file:
 
     a prompt is computed once for its G completions      `pack`, `prefix_attention`
     no padding: micro-batches are one long sequence      `pack`, `micro_batches`
@@ -13,10 +13,10 @@ fast, in the order of the file:
     vLLM in this process, asleep while training          `Sampler`
     weights handed over one by one                       `Sampler.sync`
 
-What it leaves out, and where the rest of this repository has it: bad rows and other columns (inputs/rows.py, data.py),
-other models (policy/families.py), adapters and 4-bit weights (policy/lora.py), memory planned before the start
-(policy/memory.py), turns with tools (parts/turns/), other losses and rewards (grpo.py, rewards.py), pages and trackers
-(parts/pages/).
+What it leaves out, and where the rest of this repository has it: other columns and formats (inputs/rows.py, data.py),
+skipping a bad update, and stopping if sampler and trainer are far apart (training/guards.py), other models
+(policy/families.py), adapters and 4-bit weights (policy/lora.py), memory planned before the start (policy/memory.py),
+turns with tools (parts/turns/), other losses and rewards (grpo.py, rewards.py), pages and trackers (parts/pages/).
 
 With the same completions, it computes the log-probabilities and weights of the full code, on a CPU
 (tests/test_lesson.py), where it also runs with vLLM's build for CPUs. On a GPU, its log-probabilities are within what
@@ -69,16 +69,16 @@ class Settings:
     data: str = "rows.jsonl"  # a row a line; the paths of its images begin at the file's folder
     output: str = "runs/at_speed"  # metrics.jsonl, checkpoints, and the trained model in final/
     prompts: int = 32  # per step, on all GPUs together
-    group: int = 8  # G, completions of each prompt
-    max_tokens: int = 512  # L at most; a completion cut off there is trained like the others
+    group: int = 8  # completions of each prompt (G)
+    max_tokens: int = 512  # of a completion, at most; one cut off there is trained like the others
     steps: int = 100  # of training; a step samples and scores prompts x group completions
     learning_rate: float = 1e-6  # of AdamW; constant
-    clip: float = 0.2  # ε: the ratio π / π_old earns nothing outside 1 ± ε
+    clip: float = 0.2  # ε: beyond 1 ± ε, the ratio π / π_old earns nothing more
     updates: int = 1  # optimizer steps on all completions of a step; π_old is the policy before the first
     beta: float = 0.0  # weight of the KL divergence from the initial model
     importance_cap: float = 2.0  # upper bound of the weight π_old / π_sampler: vLLM rounds differently; 0: no weight
     temperature: float = 1.0  # of sampling and of all log-probabilities
-    micro_batch_tokens: int = 8192  # T of a forward and backward pass
+    micro_batch_tokens: int = 8192  # of a forward and backward pass, at most
     checkpointing: bool = False  # compute each layer again in the backward pass: less memory, a third slower
     gpu_memory: float = 0.4  # vLLM's share of the GPU's memory while it samples
     min_pixels: int = 3136  # of a picture; a smaller one is enlarged
@@ -90,7 +90,7 @@ class Settings:
 def reward(completion: str, answer: str) -> float:
     """Return 1 if the completion's last number is the answer, or all of it if it has none. Yours goes here."""
     numbers = re.findall(r"-?\d+(?:\.\d+)?", completion)
-    said = numbers[-1] if numbers else completion.strip()
+    said = numbers[-1] if numbers else completion.strip(" .\n")
     return float(said.lower() == answer.strip().lower())
 
 
@@ -110,6 +110,14 @@ class Prompt:
     features: Tensor | None = None  # (image tokens, D) of the frozen tower, for trainer and sampler; set by `see`
 
 
+def chat_of(prompt: str, pictures: int) -> list[dict[str, Any]]:
+    """Return a prompt as a chat: one message with texts, and pictures at the tags."""
+    text = prompt if "<image>" in prompt else "<image>" * pictures + prompt
+    pieces = [piece for piece in re.split("(<image>)", text) if piece]
+    content = [{"type": "image"} if piece == "<image>" else {"type": "text", "text": piece} for piece in pieces]
+    return [{"role": "user", "content": content}]
+
+
 @dataclass
 class Encoder:
     """What turns rows into prompts."""
@@ -122,9 +130,7 @@ class Encoder:
 
     def __call__(self, row: dict[str, Any]) -> Prompt:
         pictures = [Image.open(self.folder / path).convert("RGB") for path in row.get("images", [])]
-        text = row["prompt"].replace("<image>", "").strip()
-        content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
-        chat = [{"role": "user", "content": content}]
+        chat = chat_of(row["prompt"], len(pictures))
         templated = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         sampler_ids = self.tokenizer(templated, add_special_tokens=False).input_ids
         vision = dict(self.images(images=pictures, return_tensors="pt")) if pictures else {}
@@ -140,12 +146,12 @@ class Encoder:
 
 
 def load_encoder(settings: Settings) -> Encoder:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(settings.model)
-    sizes = {"min_pixels": settings.min_pixels, "max_pixels": settings.max_pixels}
-    images = transformers.Qwen2VLImageProcessorPil.from_pretrained(settings.model, **sizes)
     config = transformers.AutoConfig.from_pretrained(settings.model)
     if config.model_type != "qwen2_5_vl":
         sys.exit(f"error: {settings.model} is {config.model_type}; this file trains Qwen2.5-VL, grpo.py the others")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(settings.model)
+    sizes = {"min_pixels": settings.min_pixels, "max_pixels": settings.max_pixels}
+    images = transformers.Qwen2VLImageProcessorPil.from_pretrained(settings.model, **sizes)
     with torch.device("meta"):
         skeleton = transformers.AutoModel.from_config(config)
     return Encoder(pathlib.Path(settings.data).parent, tokenizer, images, skeleton, config.image_token_id)
@@ -308,13 +314,13 @@ class TokenLogp(torch.autograd.Function):
 
     Only `LOGIT_ROWS` tokens have float32 logits at a time. What the backward pass needs of them is the derivative of
     log p(target) by the logits, one_hot(target) − p. It is kept, (C, V), in the dtype of the hidden states: half as
-    large on a GPU, and the product with the head need not be computed again.
+    large on a GPU, and the product with the head need not be computed again. `trained`: whether it will be needed.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, trained: bool) -> Tensor:
         logp = torch.empty(len(hidden), device=hidden.device)
-        slopes = torch.empty(len(hidden), len(weight), dtype=hidden.dtype, device=hidden.device)
+        slopes = torch.empty(len(hidden), len(weight) * trained, dtype=hidden.dtype, device=hidden.device)
         for rows in torch.arange(len(hidden), device=hidden.device).split(LOGIT_ROWS):
             if hidden.is_cuda:
                 logits = torch.mm(hidden[rows], weight.T, out_dtype=torch.float32) / temperature
@@ -322,9 +328,10 @@ class TokenLogp(torch.autograd.Function):
                 logits = (hidden[rows] @ weight.T).float() / temperature
             log_p = logits.log_softmax(-1)
             logp[rows] = log_p.gather(-1, targets[rows, None])[:, 0]
-            slope = -log_p.exp()
-            slope.scatter_add_(-1, targets[rows, None], torch.ones_like(slope[:, :1]))
-            slopes[rows] = (slope / temperature).to(hidden.dtype)
+            if trained:
+                slope = -log_p.exp()
+                slope.scatter_add_(-1, targets[rows, None], torch.ones_like(slope[:, :1]))
+                slopes[rows] = (slope / temperature).to(hidden.dtype)
         ctx.save_for_backward(hidden, weight, slopes)
         return logp
 
@@ -332,7 +339,7 @@ class TokenLogp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, slopes = ctx.saved_tensors
         scale = grad[:, None].to(hidden.dtype)
-        return slopes @ weight * scale, slopes.T @ (hidden * scale), None, None
+        return slopes @ weight * scale, slopes.T @ (hidden * scale), None, None, None
 
 
 class Policy(nn.Module):
@@ -357,13 +364,15 @@ class Policy(nn.Module):
             packed=packed,
             use_cache=False,
         ).last_hidden_state[0]
-        return TokenLogp.apply(hidden[packed.predict_from], self.model.lm_head.weight, packed.targets, temperature)
+        trained = torch.is_grad_enabled()  # not for the reference, nor for π_old
+        head = self.model.lm_head.weight
+        return TokenLogp.apply(hidden[packed.predict_from], head, packed.targets, temperature, trained)
 
 
 def load_policy(settings: Settings, device: torch.device, dtype: torch.dtype) -> Policy:
     """Load the model with weights in `dtype` and a frozen tower, and prepare it for packed sequences."""
     model = transformers.AutoModelForImageTextToText.from_pretrained(settings.model, dtype=dtype)
-    model.model.visual.requires_grad_(False).to(device, COMPUTE[device.type])
+    freeze(model.model.visual, device)
     # A name with "flash" lets the tower attend to all windows in one call; the decoder's must not have it.
     for name in ("prefix", "flash_prefix"):
         transformers.AttentionInterface.register(name, prefix_attention)
@@ -377,6 +386,12 @@ def load_policy(settings: Settings, device: torch.device, dtype: torch.dtype) ->
         for layer in model.model.language_model.layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)  # FSDP's hooks stay outside
     return Policy(model.train())
+
+
+def freeze(tower: nn.Module, device: torch.device) -> None:
+    """Put the tower on `device`, its weights in the dtype of the products; its rotary frequencies stay in float32."""
+    for weight in tower.requires_grad_(False).to(device).parameters():
+        weight.data = weight.data.to(COMPUTE[device.type])
 
 
 def in_float32(decoder: nn.Module) -> None:
@@ -433,17 +448,18 @@ class Sampler:
         import vllm
 
         self.settings, self.encoder, self.vllm = settings, encoder, vllm
-        prompt_tokens = settings.max_pixels // 28**2 * max(most_images, 1) + 1024  # 1024 of text
+        self.prompt_tokens = settings.max_pixels // 28**2 * max(most_images, 1) + 1024  # 1024 of text
         self.llm = vllm.LLM(
             settings.model,
             dtype="bfloat16" if torch.cuda.is_available() else "float32",
             seed=0,  # each request has its own
-            max_model_len=prompt_tokens + settings.max_tokens,
+            max_model_len=self.prompt_tokens + settings.max_tokens,
             max_num_seqs=256,  # completions at a time; the others wait
             gpu_memory_utilization=settings.gpu_memory,
             distributed_executor_backend="external_launcher",  # torchrun has started the processes
             enable_sleep_mode=torch.cuda.is_available(),
             limit_mm_per_prompt={"image": most_images, "video": 0},
+            mm_processor_kwargs={"min_pixels": settings.min_pixels, "max_pixels": settings.max_pixels},
             enable_mm_embeds=True,  # requests bring `features`, not pixels
             logprobs_mode="processed_logprobs",  # after temperature, as the trainer computes them
         )
@@ -477,6 +493,10 @@ class Sampler:
 
     def __call__(self, prompts: list[Prompt], step: int) -> list[list[Completion]]:
         """Sample G completions of each prompt."""
+        if (
+            longest := max(len(prompt.ids) for prompt in prompts)
+        ) > self.prompt_tokens:  # their completions would be cut
+            sys.exit(f"error: a prompt has {longest} tokens; `Sampler` has room for {self.prompt_tokens}")
         numbers = [(self.settings.seed, step, dist.get_rank(), i) for i in range(len(prompts))]
         params = [self.params(hash(each) % 2**31) for each in numbers]
         outputs = self.llm.generate([self.request(prompt) for prompt in prompts], params, use_tqdm=False)
@@ -586,7 +606,7 @@ def prepare_micro_batches(groups: list[Group], settings: Settings) -> list[list[
 def update(run: Run, groups: list[Group]) -> dict[str, float]:
     """Take the optimizer steps of one step on this process's groups, whose completions have their advantages.
 
-    The `mismatch` is the mean of |log π − log π_sampler| over tokens before the first optimizer step.
+    The `mismatch` is the mean of |log π − log π_sampler| over the trained tokens, before the first optimizer step.
     """
     settings, parts = run.settings, prepare_micro_batches(groups, run.settings)
     if run.reference is not None:
@@ -602,6 +622,8 @@ def update(run: Run, groups: list[Group]) -> dict[str, float]:
             if i == 0:
                 mismatch.append(mismatch_of(logp.detach(), part))
         norm: Any = nn.utils.clip_grad_norm_(run.optimizer.param_groups[0]["params"], 1.0)
+        if not whole(norm).isfinite():
+            sys.exit("error: the gradient is not finite and would spoil all weights: does `reward` return NaN?")
         run.optimizer.step()
         run.optimizer.zero_grad()
     total, tokens = over_processes(sum(mismatch, torch.zeros(2, device=norm.device)).tolist())
@@ -727,19 +749,44 @@ def export(run: Run) -> None:
         if dist.get_rank() == 0:
             state[name] = full.to("cpu", torch.bfloat16)
     if dist.get_rank() == 0:
-        for each in (run.policy.model.config, run.encoder.tokenizer, run.encoder.images):
+        model = run.policy.model
+        model.config.dtype = torch.bfloat16  # else transformers would load it in float32
+        for each in (model.config, model.generation_config, run.encoder.tokenizer, run.encoder.images):
             each.save_pretrained(folder)
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def read_row(line: str, where: str, folder: pathlib.Path) -> dict[str, Any]:
+    """Return a row, with its list of images; end with one line if it cannot be used."""
+    try:
+        row = json.loads(line)
+        prompt, answer, images = row["prompt"], row["answer"], row.get("images") or []
+        missing = [path for path in images if not (folder / path).is_file()]
+        fits = isinstance(answer, str) and isinstance(images, list) and prompt.count("<image>") in (0, len(images))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        sys.exit(f"error: {where}: {type(error).__name__}: {error}; see the head of this script for what a row has")
+    if missing or not fits:
+        problem = f"there is no {folder / missing[0]}" if missing else "answer must be a text, images one for each tag"
+        sys.exit(f"error: {where}: {problem}")
+    return {"prompt": prompt, "answer": answer, "images": images}
 
 
 def read_rows(file: pathlib.Path) -> list[dict[str, Any]]:
     """Return the rows; end with one line if there are none."""
     if not file.is_file():
-        sys.exit(f"error: {file} does not exist: give --data rows.jsonl")
-    rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
-    if not rows:
-        sys.exit(f"error: {file} has no rows")
-    return rows
+        sys.exit(f"error: {file} is no file: give --data rows.jsonl")
+    lines = enumerate(file.read_text("utf-8-sig").split("\n"), 1)  # `splitlines` would also cut at U+2028
+    rows = [read_row(line, f"{file}, line {number}", file.parent) for number, line in lines if line.strip()]
+    return rows or sys.exit(f"error: {file} has no rows")
+
+
+def check(settings: Settings) -> None:
+    """End with one line if the settings cannot be used."""
+    for name in ("prompts", "max_tokens", "updates", "temperature", "micro_batch_tokens", "save_every"):
+        if getattr(settings, name) <= 0:
+            sys.exit(f"error: --{name} must be larger than 0")
+    if settings.prompts % dist.get_world_size() or settings.group < 2:
+        sys.exit("error: --prompts must be a multiple of the number of processes, and --group at least 2")
 
 
 def log(metrics: dict[str, float], output: str) -> None:
@@ -754,7 +801,9 @@ def prepare(settings: Settings, device: torch.device) -> Run:
     encoder, reference = load_encoder(settings), None
     policy = shard(load_policy(settings, device, torch.float32), device)
     if settings.beta:  # nothing of it is trained, so that it needs no float32
-        reference = shard(load_policy(settings, device, COMPUTE[device.type]), device).requires_grad_(False)
+        initial = load_policy(settings, device, COMPUTE[device.type])
+        initial.model.model.visual = policy.model.model.visual
+        reference = shard(initial, device).requires_grad_(False)
     # Made before any forward pass. After one without gradients, FSDP keeps the root's weights gathered, and
     # `parameters` would return those, which the optimizer would change in vain.
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
@@ -763,15 +812,16 @@ def prepare(settings: Settings, device: torch.device) -> Run:
 
 
 def train(settings: Settings, device: torch.device) -> None:
-    if settings.prompts % dist.get_world_size() or settings.group < 2:
-        sys.exit("error: --prompts must be a multiple of the number of processes, and --group at least 2")
+    check(settings)
     rows = read_rows(pathlib.Path(settings.data))
     pathlib.Path(settings.output).mkdir(parents=True, exist_ok=True)
     run = prepare(settings, device)
     begun = resume(run)  # after `prepare`: the reference is the initial model in a resumed run, too
-    run.sampler = Sampler(settings, run.encoder, max(len(row.get("images", [])) for row in rows))
+    run.sampler = Sampler(settings, run.encoder, max(len(row["images"]) for row in rows))
     run.sampler.sleep()
     quiet = dist.get_rank() > 0
+    if begun and not quiet:
+        tqdm.write(f"going on after step {begun} of {settings.output}")
     for number in tqdm(range(begun, settings.steps), initial=begun, total=settings.steps, disable=quiet):
         metrics = step(run, number + 1, rows_of_step(rows, number, settings))
         if not quiet:

@@ -32,6 +32,7 @@ pytest.importorskip("lesson.check", reason="needs lesson/, which is not here")
 
 from apps.demo import tiny
 from lesson import check, figures, make_notebook
+from lesson import grpo_at_speed as at_speed
 from lesson import grpo_in_one_file as one_file
 
 LESSON = pathlib.Path(__file__).parent.parent / "lesson"
@@ -285,6 +286,49 @@ def test_the_file_at_speed_trains_as_the_full_code_does(processes, built, tmp_pa
     worker = "tests/helpers/at_speed_worker.py"
     run = run_script(worker, built / "model", tmp_path / "rows.jsonl", result, processes=processes)
     assert run.returncode == 0, run.stderr[-3000:]
-    apart = json.loads(result.read_text())
-    assert len(apart["weights"]) == 3 and max(apart["weights"]) < 1e-6
-    assert max(apart["logp"]) < 1e-5 and min(apart["moved"]) > 1e-4
+    found = json.loads(result.read_text())
+    assert "the gradient is not finite" in found["refused"]
+    for apart in found["apart"]:  # with a KL term; without, and an idle process
+        assert len(apart["weights"]) == 3 and max(apart["weights"]) < 1e-6
+        assert max(apart["logp"]) < 1e-5 and min(apart["moved"]) > 1e-4
+        assert min(apart["clipped"]) > 0.01 and min(apart["capped"]) > 0.01
+
+
+GOOD = {"prompt": "<image>How many?", "answer": "3", "images": ["1.png"]}
+
+
+@pytest.mark.parametrize(
+    "line, problem",
+    [
+        ('{"prompt": ', "line 2: JSONDecodeError"),
+        ("[1]", "line 2: TypeError"),
+        (json.dumps({"prompt": "How many?"}), "line 2: KeyError: 'answer'"),
+        (json.dumps(GOOD | {"answer": 3}), "line 2: answer must be a text"),
+        (json.dumps(GOOD | {"images": []}), "line 2: .* images one for each tag"),
+        (json.dumps(GOOD | {"images": ["2.png"]}), "line 2: there is no .*2.png"),
+        (json.dumps(GOOD | {"images": "1.png"}), "line 2: "),
+    ],
+)
+def test_the_file_at_speed_names_the_line_of_a_bad_row(line, problem, tmp_path):
+    (tmp_path / "1.png").touch()
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(GOOD)}\n{line}\n")
+    with pytest.raises(SystemExit, match=problem):
+        at_speed.read_rows(tmp_path / "rows.jsonl")
+
+
+def test_the_file_at_speed_reads_texts_with_any_line_break(tmp_path):
+    row = {"prompt": "one\u2028two", "answer": "3", "images": None}
+    (tmp_path / "rows.jsonl").write_text("\ufeff" + json.dumps(row, ensure_ascii=False) + "\n\n")
+    assert at_speed.read_rows(tmp_path / "rows.jsonl") == [row | {"images": []}]
+    with pytest.raises(SystemExit, match="is no file"):
+        at_speed.read_rows(tmp_path)
+    with pytest.raises(SystemExit, match="--save_every must be larger than 0"):
+        at_speed.check(at_speed.Settings(save_every=0))
+
+
+def test_the_file_at_speed_places_pictures_at_their_tags():
+    (message,) = at_speed.chat_of("A <image>B<image>", 2)
+    kinds = [part.get("text", part["type"]) for part in message["content"]]
+    assert kinds == ["A ", "image", "B", "image"]
+    (message,) = at_speed.chat_of("How many?", 1)
+    assert [part["type"] for part in message["content"]] == ["image", "text"]

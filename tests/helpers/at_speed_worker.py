@@ -6,6 +6,7 @@ Each process takes its share of the prompts in the one file, and all of them in 
 """
 
 import json
+import math
 import pathlib
 import sys
 
@@ -20,7 +21,7 @@ from packing import pack
 from policy.forward import enable_packed_forward
 from policy.model import Policy, load_model
 
-PROMPTS, GROUP, STEPS, RATE = 4, 3, 3, 0.05
+PROMPTS, GROUP, STEPS, RATE = 4, 3, 3, 0.1
 
 
 def full_policy(model: str) -> Policy:
@@ -52,42 +53,79 @@ def sampled(prompts: list[at_speed.Prompt]) -> list[at_speed.Group]:
     ]
 
 
-def main(model: str, data: str, result: str) -> None:
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    settings = at_speed.Settings(model=model, data=data, beta=0.02, updates=2, micro_batch_tokens=110)
+def prepared(model: str, data: str, beta: float) -> tuple[at_speed.Run, list[at_speed.Prompt]]:
+    """Return a run of the one file with SGD (Adam turns rounding into steps), and the prompts."""
+    settings = at_speed.Settings(model=model, data=data, beta=beta, updates=2, micro_batch_tokens=110)
     run = at_speed.prepare(settings, torch.device("cpu"))
-    optimizer = torch.optim.SGD(run.optimizer.param_groups[0]["params"], RATE)  # Adam turns rounding into steps
+    optimizer = torch.optim.SGD(run.optimizer.param_groups[0]["params"], RATE)
     run = at_speed.Run(settings, run.encoder, run.policy, run.reference, optimizer)
-    full, reference = full_policy(model), full_policy(model)
-    full_optimizer = torch.optim.SGD([p for p in full.parameters() if p.requires_grad], RATE)
-    cfg = Config(task="count", data=data, model=model, beta=0.02, num_iterations=2, clip_low=0.2, clip_high=0.2)
     rows = [json.loads(line) for line in pathlib.Path(data).read_text().splitlines()][:PROMPTS]
     prompts = [run.encoder(row) for row in rows]
     at_speed.see(run.policy, prompts)
-    apart: dict[str, list[float]] = {"logp": [], "weights": [], "moved": []}
+    return run, prompts
+
+
+def compare(model: str, data: str, beta: float, idle: bool) -> dict[str, list[float]]:
+    """Return how far apart the two are after each step, and what shares of the tokens were clipped and capped.
+
+    `idle`: every other prompt has no advantages, so that without a KL term, the second process has nothing to do.
+    """
+    run, prompts = prepared(model, data, beta)
+    full, reference = full_policy(model), full_policy(model)
+    full_optimizer = torch.optim.SGD([p for p in full.parameters() if p.requires_grad], RATE)
+    cfg = Config(task="count", data=data, model=model, beta=beta, num_iterations=2, clip_low=0.2, clip_high=0.2)
+    apart: dict[str, list[float]] = {name: [] for name in ("logp", "weights", "moved", "clipped", "capped")}
     for _ in range(STEPS):
         groups = sampled(prompts)
-        for _, done in groups:
+        for number, (_, done) in enumerate(groups):
             for each in done:
                 each.weight = 1 / (PROMPTS * GROUP * len(each.ids))
+                each.advantage *= not (idle and number % 2)
         batch = pack(full_groups(groups, run.encoder.image_token))
         with torch.no_grad():
             batch.values.ref_logp, batch.values.trainer_logp = reference(batch, 1.0)[0], full(batch, 1.0)[0]
             apart["logp"].append((run.policy(groups, 1.0) - batch.values.trainer_logp).abs().max().item())
+        # Near the policy's own, so that the cap holds for some tokens and not for others
+        batch.values.sampling_logp = batch.values.trainer_logp + 0.5 * torch.randn_like(batch.values.trainer_logp)
+        done = [each for _, own in groups for each in own]
+        for each, own in zip(done, batch.values.sampling_logp.split([len(each.ids) for each in done])):
+            each.sampler_logp = own
         at_speed.update(run, groups[dist.get_rank() :: dist.get_world_size()])
         before = full.model.model.language_model.embed_tokens.weight.detach().clone()
         for _ in range(2):
-            grpo.batch_loss(cfg, batch, full(batch, 1.0)[0])[0].backward()
+            loss, sums = grpo.batch_loss(cfg, batch, full(batch, 1.0)[0])
+            loss.backward()
             torch.nn.utils.clip_grad_norm_([p for p in full.parameters() if p.requires_grad], 1.0)
             full_optimizer.step()
             full_optimizer.zero_grad()
+        apart["clipped"].append((sums["clip_ratio"] / sums["tokens"]).item())
+        apart["capped"].append((sums["importance_capped"] / sums["tokens"]).item())
         apart["moved"].append((full.model.model.language_model.embed_tokens.weight - before).abs().max().item())
         ours = {name: weight.full_tensor() for name, weight in run.policy.named_parameters() if weight.requires_grad}
         theirs = dict(full.named_parameters())
         apart["weights"].append(max((ours[name] - theirs[name]).abs().max().item() for name in ours))
+    return apart
+
+
+def refused(model: str, data: str) -> str:
+    """Return how the one file ends if an advantage of the first process is NaN; "" if it goes on."""
+    run, prompts = prepared(model, data, beta=0.0)
+    groups = sampled(prompts)
+    groups[0][1][0].advantage = math.nan
+    try:
+        at_speed.update(run, groups[dist.get_rank() :: dist.get_world_size()])
+    except SystemExit as error:
+        return str(error) if all(whole.isfinite().all() for whole in run.policy.parameters()) else "spoilt"
+    return ""
+
+
+def main(model: str, data: str, result: str) -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    apart = [compare(model, data, beta=0.02, idle=False), compare(model, data, beta=0.0, idle=True)]
+    found = {"apart": apart, "refused": refused(model, data)}
     if dist.get_rank() == 0:
-        pathlib.Path(result).write_text(json.dumps(apart))
+        pathlib.Path(result).write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
