@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from common.errors import UserError, WorkerLost, dataclass, find_entry, takes
+from common.errors import UserError, WorkerLost, dataclass, describe, find_entry, takes
 from grading import answers
 from grading.answers import balanced, first_count, split_think_answer, visible, words
 
@@ -176,7 +176,10 @@ class Task:
 
     def verdict(self, function: Literal["format", "exact_match"], *given: Any) -> bool:
         """Return what `function` says of a completion. Raises UserError if that is neither 1 nor 0, True nor False."""
-        verdict = getattr(self, function)(*given)
+        try:
+            verdict = getattr(self, function)(*given)
+        except Exception as error:  # a user's function may raise anything
+            raise UserError(f"--task: its {function} raised {describe(error)}") from error
         if not isinstance(verdict, Real | np.bool_) or verdict not in (0, 1):
             raise UserError(f"--task: its {function} returned {reprlib.repr(verdict)}; expected True or False, 1 or 0")
         return bool(verdict)

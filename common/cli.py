@@ -19,7 +19,7 @@ from common import console, plugins
 from common.errors import RunStopped, UserError, WorkerLost
 
 T = TypeVar("T")
-BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR)
+BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.ENOSPC)
 
 
 def parse(config: type[T], arguments: list[str] | None = None) -> T:
@@ -109,7 +109,8 @@ def _in_one_line(error: BaseException) -> tuple[str, int] | None:
             missing = error.name.replace(".", "/")
             return f"error: this needs {missing}, which is not here: restore it, or leave out what asks for it", 2
         case OSError() if error.errno in BAD_PATH:
-            return f"error: {str(error.filename)[:200]!r}: {error.strerror}; choose another path", 2
+            file = f"{str(error.filename)[:200]!r}: " if error.filename else ""
+            return f"error: {file}{error.strerror}; choose another path", 2
         case RuntimeError() if "torch" in sys.modules:
             from common import distributed
 

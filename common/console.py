@@ -1,5 +1,6 @@
 """Messages and progress bars, printed by the main process only. Does not import torch."""
 
+import contextlib
 import os
 import re
 import sys
@@ -32,8 +33,9 @@ def is_main() -> bool:
 
 def log(message: str) -> None:
     """Print `message` to stderr, on the main process only."""
-    if is_main():
-        print(printable(message), file=sys.stderr)
+    with contextlib.suppress(OSError):  # a full disk, or a pipe that is closed: a run must go on
+        if is_main():
+            print(printable(message), file=sys.stderr)
 
 
 def progress(iterable: Iterable | None = None, desc: str | None = None, **options: Any) -> tqdm:

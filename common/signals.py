@@ -1,4 +1,4 @@
-"""Handle Ctrl-C and SIGTERM: the run stops at a point where it can save."""
+"""Handle Ctrl-C, SIGTERM and a closed terminal (SIGHUP): the run stops at a point where it can save."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ SAME_REQUEST = 5.0
 
 
 def defer_signals(received: list[int]) -> None:
-    """Append Ctrl-C and SIGTERM to `received` from now on; a second signal of the same kind ends the process.
+    """Append these signals to `received` from now on; a second signal of the same kind ends the process.
 
     The run checks the list at points where it can save and stop (`raise_if_interrupted`).
     """
@@ -33,8 +33,9 @@ def defer_signals(received: list[int]) -> None:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, record)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup wants it
+            signal.signal(number, record)
 
 
 def raise_if_interrupted(received: list[int]) -> None:

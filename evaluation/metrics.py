@@ -21,8 +21,7 @@ Key = TypeVar("Key", bound=Hashable)
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Return the probability that k completions drawn from n include a correct one, if c of the n are correct.
 
-    This is 1 − C(n−c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1). Raises ValueError for an impossible n,
-    c or k.
+    This is 1 − C(n−c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1). Raises ValueError for impossible ones.
     """
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"pass_at_k needs 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")
@@ -81,7 +80,8 @@ def shared_scores(total: dict, exact_by_row: list[list[bool]], rows: list[dict],
     for k in sorted(k for k in ks if k >= least_k):
         scores[f"pass@{k}"] = mean([pass_at_k(len(exact), sum(exact), k) for exact in exact_by_row if len(exact) >= k])
     scores["mean_characters"] = mean([len(response) for row in rows for response in row["responses"]])
-    for column in ("lengths", "truncated", "calls", "failed_calls"):
+    calls = ("calls", "failed_calls") if "env_rewards" in rows[0] else ()  # else, these are columns of the user's
+    for column in ("lengths", "truncated", *calls):
         if values := [value for row in rows for value in row.get(column) or []]:
             scores["mean_length" if column == "lengths" else column] = mean(values)
     return scores

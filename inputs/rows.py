@@ -43,7 +43,7 @@ NOT_PLAIN = re.compile(
 is_special = functools.lru_cache(NOT_PLAIN.fullmatch)  # data sets have few columns
 CODED = re.compile(r"(?i)\s*(data(:|%3A)|image/.*;|base64,|b'|iVBOR|[/_]9j|%2F9j|R0lGOD|UklGR|SUkq|TU0AK|Qk)")  # base64
 FILE = re.compile(CODED.pattern + r"|.*\.(png|jpe?g|webp|gif|bmp|tiff?|mp[34]|avi|mov|mkv|webm|wav|flac|m4a)$|\s*\[")
-CHAT = re.compile(r"""(?s)["\ufeff\s]*\[?\s*\{.*["'](role|from|type)\\?["']\s*:""")  # in a text of JSON
+CHAT = re.compile(r"""(?s)["\ufeff\s]*+\[?\s*+\{.*["'](role|from|type)\\?["']\s*:""")  # in a text of JSON
 OSF_IMAGES = "VQA_RAD Image Folder"  # image folder in the OSF archive of VQA-RAD
 Locate = Callable[[str], AnyPath]  # returns where an image is, given its path in the row
 

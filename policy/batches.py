@@ -47,8 +47,7 @@ def order_for_packing(groups: Sequence[Group], budget: int) -> list[Group]:
 
 
 def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[tuple[PackedBatch, bool]]:
-    """Pack `groups` into micro-batches of at most `budget` tokens. Yield each on the policy's device, and whether it is
-    the last.
+    """Pack `groups`; yield micro-batches of at most `budget` tokens on the policy's device, and if each is the last.
 
     Every process gets the same number of micro-batches, so that all processes take part in the same collectives. A
     process with fewer micro-batches adds dummy ones, whose tokens have weight zero. A process without images, while

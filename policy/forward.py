@@ -204,8 +204,7 @@ def next_token_logits(
 ) -> tuple[Tensor, transformers.Cache]:
     """Return the logits (B, V) of the token that follows the last one of each sequence (B, S), and the KV cache.
 
-    `vision` and `image_tokens`: see `_decoder_inputs`; other `inputs` are those of transformers. The logits are in
-    float32.
+    `vision`, `image_tokens`: see `_decoder_inputs`. Other `inputs` are those of transformers. The logits are float32.
     """
     inputs |= _decoder_inputs(model, input_ids, vision, image_tokens)
     out = language_model(model)(use_cache=True, **inputs)

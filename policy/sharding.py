@@ -188,8 +188,7 @@ def reduce_gradients(policy: Policy, now: bool) -> None:
     """Set whether the next backward pass averages gradients over the processes (`now`), or leaves that to a later pass.
 
     If every process holds all weights, gradients are accumulated in float32 until then. If the weights are sharded,
-    only the mean over copies of the weights is left to the later pass: each process has memory for the gradients of its
-    shards alone.
+    only the mean over copies of the weights is left to the later pass, for lack of memory for all gradients.
     """
     if not isinstance(policy, FSDPModule):
         return

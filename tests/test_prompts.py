@@ -39,8 +39,8 @@ def ids_of_one_string(prompt: str, system: str | None, processor: data.Processor
     return processor.tokenizer(chat, add_special_tokens=False).input_ids
 
 
-def rows_digest(pairs: list[tuple[str, str]]) -> str:
-    """Compute the digest of (prompt, answer) that a checkpoint compares when a run resumes."""
+def rows_digest(pairs: list[tuple[str, ...]]) -> str:
+    """Compute the digest of (prompt, answer, system prompt) that a checkpoint compares when a run resumes."""
     return hashlib.sha256("".join(json.dumps(list(pair)) for pair in pairs).encode()).hexdigest()[:16]
 
 
@@ -99,7 +99,8 @@ def test_500_random_chats_have_the_token_ids_of_one_string(tiny_model, folder, t
         assert (sample.prompt, [path.name for path in sample.images], sample.system) == (text, images, system), row
         assert encode_prompt(sample, processor).engine_ids == ids_of_one_string(text, system, processor), row
     stream = PromptStream(samples, processor, seed=0)
-    assert stream.fingerprint["rows_digest"] == rows_digest([(text, "3") for _, text, *_ in cases])
+    texts = [(text, "3", *filter(None, [system])) for _, text, _, system in cases]
+    assert stream.fingerprint["rows_digest"] == rows_digest(texts)
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem if path else "of the task")

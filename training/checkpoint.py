@@ -153,10 +153,10 @@ class Saver:
 
     def _missing_space(self, tensors: dict[str, Any]) -> str | None:
         """Return an error message if the disk has too little free space for the `tensors` of all processes."""
-        local = [distributed.local_tensor(leaf) for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
-        needed = int(distributed.all_sum(torch.tensor(sum(tensor.nbytes for tensor in local))))
-        needed += needed // 50 + 2**20  # overhead of the file format
-        free = distributed.all_gather(shutil.disk_usage(self.folder.path).free)[0]
+        sizes = [distributed.local_tensor(leaf).nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
+        needed = int(1.02 * int(distributed.all_sum(torch.tensor(sum(sizes))))) + 2**20  # with the format's overhead
+        place = self.folder.path if self.folder.path.exists() else "."  # somebody has moved it: it is made again
+        free = distributed.all_gather(shutil.disk_usage(place).free)[0]
         if needed <= free:
             return None
         return (

@@ -34,8 +34,7 @@ def in_tokens(group: ScoredGroup, processor: Processor) -> list[Rewards]:
 def token_starts(rollout: Rollout, opening: str, processor: Processor) -> list[int]:
     """Return for each token the index, in the text that rewards see, of the character that holds its first byte.
 
-    The text of the completion begins with `opening`. Raises StepFailed if the tokenizer decodes differently token by
-    token.
+    The completion's text begins with `opening`. Raises StepFailed if the tokenizer decodes single tokens differently.
     """
     stream, text, starts = DecodeStream(skip_special_tokens=False), opening, []
     pending: list[int] = []  # tokens that may lie inside a character

@@ -59,11 +59,10 @@ class PromptStream:
         self.epoch_length = epoch_length(len(samples), batch, drop_last)
         self.shuffled = functools.partial(row_at, rows=len(samples), seed=seed, batch=batch, drop_last=drop_last)
         self.thread = ThreadPoolExecutor(1)
-        texts = "".join(json.dumps([*sample.texts, sample.answer]) for sample in samples)
+        texts = "".join(json.dumps([*row.texts, row.answer, *filter(None, [row.system])]) for row in samples).encode()
         sources = [sample.source_index for sample in samples]
         sizes = [sources.count(source) for source in range(max(sources) + 1)]  # of the data sets
-        digest = hashlib.sha256(texts.encode()).hexdigest()[:16]
-        self.fingerprint: dict[str, Any] = {"rows": sizes, "rows_digest": digest}
+        self.fingerprint: dict[str, Any] = {"rows": sizes, "rows_digest": hashlib.sha256(texts).hexdigest()[:16]}
         self.prefetched: dict[tuple[int, int], Future[Prompt]] = {}  # by position and row
         self.lengths: dict[str, float] = {}
         """The mean completion length in tokens of each row when it was last sampled. The keys are row indices as

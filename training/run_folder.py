@@ -2,8 +2,7 @@
 
 A checkpoint is a folder `checkpoint-STEP`. It is written as `checkpoint-STEP.partial`, flushed to disk and renamed when
 it is complete, and renamed back before it is deleted. A killed run therefore never leaves a part of a checkpoint under
-the final name. `manifest.json` holds the size of each file, so a truncated or missing file is noticed before anything
-is loaded.
+the final name. `manifest.json` has the size of each file, so that a damaged checkpoint is noticed before it is loaded.
 """
 
 import contextlib

@@ -39,7 +39,7 @@ OTHER_NAME = re.compile("path|video|audio", re.IGNORECASE)
 OTHER_FILE = re.compile(r"(?i).*\.(mp4|avi|mov|mkv|webm|mp3|wav|flac|m4a)$")
 # A text of JSON with a turn, a part of a turn, or a list of them: it begins like one and has its keys.
 CHAT_TEXT = re.compile(
-    r"""(?s)["\ufeff\s]*\[?\s*\{(?=.*["'](role|from|type)\\?["']\s*:)(?=.*["'](content|value|text|image)\\?["']\s*:)"""
+    r"""(?s)["\ufeff\s]*+\[?\s*+\{(?=.*["'](role|from|type)\\?["']\s*:)(?=.*["'](content|value|text|image)\\?["']\s*:)"""
 )
 
 
@@ -70,7 +70,7 @@ def as_sample(row: dict, source: str, locate: Locate, columns: Columns, processo
     info = row.get("extra_info")
     if isinstance(info, dict) and isinstance(info.get("question"), str):
         row.setdefault("question", info["question"])
-    images = [resolve_image(image, locate) for image in images + turn_images or _other_images(row)]
+    images = [resolve_image(image, locate) for image in images + turn_images or _other_images(row, locate)]
     if for_teacher and len(for_teacher) != len(images):
         raise RowError(f"{len(for_teacher)} images in 'teacher_images', but {len(images)} for the model")
     sample = make_sample(earlier, prompt, answer, system, row, source)
@@ -78,10 +78,10 @@ def as_sample(row: dict, source: str, locate: Locate, columns: Columns, processo
     return with_places(place_images(sample, images), processor)
 
 
-def _other_images(row: dict) -> list:
+def _other_images(row: dict, locate: Locate) -> list:
     """Pop the images in the column "path" of a row that has no others, as in Video-R1.
 
-    Raises RowError if another column seems to hold an image.
+    Raises RowError if another column seems to hold an image: by its name, or because the image is there.
     """
     kind, path = row.get("data_type"), row.get("path")
     if kind in OTHER_MEDIA:
@@ -89,7 +89,7 @@ def _other_images(row: dict) -> list:
     if _holds_image(path) or (path and kind == "image"):
         return _images(row.pop("path"))
     for name, value in row.items():
-        if IMAGE_NAME.search(name) and _holds_image(value):
+        if _holds_image(value) and (IMAGE_NAME.search(name) or _is_there(_first(value), locate)):
             raise RowError(
                 f"the column '{name}' seems to hold an image: name it with --columns images=NAME, or remove it"
             )
@@ -116,11 +116,18 @@ def _holds_image(value: object) -> bool:
     return isinstance(first, bytes | Cell) or bool(isinstance(first, str) and IMAGE_FILE.match(first))
 
 
+def _is_there(image: object, locate: Locate) -> bool:
+    """Return whether `image` is more than a name: bytes, or the path of a file that exists."""
+    if isinstance(image, str):
+        return not image.startswith("data:") and locate(image).is_file()
+    return bool(image.get("bytes")) if isinstance(image, dict) else True
+
+
 def _column(row: dict, defaults: tuple[str, ...], chosen: str | None) -> str | None:
     """Return the user's choice or, if none was made, the first default whose column is not empty."""
     if chosen is not None and chosen not in row:
         raise RowError(f"no column '{chosen}' (columns: {', '.join(row)})")
-    return chosen or next((name for name in defaults if row.get(name) not in (None, [])), None)
+    return chosen or next((name for name in defaults if row.get(name) not in (None, [], "")), None)
 
 
 def _pop_texts(row: dict, name: str | None, columns: Columns) -> tuple[list[Turn], object, object, object, list]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import subprocess
 import sys
 
 import pytest
@@ -29,6 +30,14 @@ def test_a_switch_with_a_value_is_refused(given, monkeypatch, capsys):
         cli.parse(Config)
     assert stopped.value.code == 2
     assert "Unrecognized options: " + given[-1].removeprefix("--fast=") in "".join(capsys.readouterr())
+
+
+def test_a_message_that_nobody_can_read_stops_no_run():
+    """The disk of a log file is full; the same holds for a pipe that was closed."""
+    script = "from common import console; console.log('lost'); print('goes on', flush=True)"
+    with open("/dev/full", "w") as full:
+        run = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=full, check=False)
+    assert run.stdout == b"goes on\n"
 
 
 def test_control_characters_are_not_printed(capsys):

@@ -80,10 +80,10 @@ def test_a_row_that_another_process_cannot_read_stops_this_one_too(stream, monke
 def test_another_prompt_or_answer_makes_another_data_set(stream):
     """A resumed run compares the fingerprints."""
     fingerprints = [stream.fingerprint]
-    for change in ({"answer": "other"}, {"turns": [Turn("user", ["other"])]}):
+    for change in ({"answer": "other"}, {"turns": [Turn("user", ["other"])]}, {"system": "other"}):
         samples = [replace(stream.samples[0], **change), *stream.samples[1:]]
         fingerprints.append(PromptStream(samples, stream.processor, seed=3).fingerprint)
-    assert len({fingerprint["rows_digest"] for fingerprint in fingerprints}) == 3
+    assert len({fingerprint["rows_digest"] for fingerprint in fingerprints}) == 4
     assert PromptStream(list(stream.samples), stream.processor, seed=9).fingerprint == stream.fingerprint
 
 

@@ -101,7 +101,7 @@ def test_an_entry_that_is_no_benchmark_is_refused(monkeypatch):
 def test_plugins_extend_the_table_whose_names_are_in_the_help():
     explained = {flag.arg_name: flag.description for flag in docstring_parser.parse_from_object(Config).params}
     assert benchmarks.BENCHMARKS is BENCHMARKS
-    names = re.search(r"instead of a task: (.*?);", " ".join(explained["benchmark"].split()))[1]
+    names = re.search(r"instead of a task: (.*?)[.;]", " ".join(explained["benchmark"].split()))[1]
     assert re.split(", | or ", names) == list(BENCHMARKS)
 
 

@@ -702,6 +702,7 @@ def test_a_zip_that_lies_about_its_size_is_no_way_around(tmp_path):
         ({"img": "data:image/png;base64,AAAA"}, "column 'img' seems to hold an image"),
         ({"img": base64.b64encode(png()).decode()}, "column 'img' seems to hold an image"),
         ({"picture": {"bytes": None, "path": "0.png"}}, "column 'picture' seems to hold an image"),
+        ({"scan": "images/0.png"}, "column 'scan' seems to hold an image"),
         ({"images": ["https://example.com/a.png"]}, "images are not downloaded: save https://example.com/a.png"),
         ({"images": ["A" * 10_000]}, r"^image .{,200}: not a readable image \(.*name too long"),
         ({"system": 5}, "the system prompt is not text"),
@@ -716,6 +717,7 @@ def test_what_would_be_ignored_or_misread_is_refused(folder, row, message):
 
 def test_columns_about_images_are_no_images(folder):
     row = {"prompt": "q", "answer": "1", "image_id": 5, "image_type": "none", "has_image": False, "figure": ""}
+    row |= {"was": "lost.png"}  # not there, nor named like one
     assert load_samples(jsonl(folder / "d.jsonl", row), None)[0].images == []
 
 
