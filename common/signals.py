@@ -34,7 +34,7 @@ def defer_signals(received: list[int]) -> None:
             os.kill(os.getpid(), number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup wants it
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
             signal.signal(number, record)
 
 
