@@ -420,7 +420,7 @@ def shard(policy: Policy, device: torch.device) -> Policy:
     return fully_shard(policy, mesh=mesh, mp_policy=precision, ignored_params=tower)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return a tensor gathered from all processes, if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -481,7 +481,7 @@ class Sampler:
 
         def weights() -> Iterator[tuple[str, Tensor]]:
             for name, weight in policy.model.named_parameters():
-                yield name, whole(weight).to(self.llm.model_config.dtype)
+                yield name, full_tensor(weight).to(self.llm.model_config.dtype)
 
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -622,12 +622,12 @@ def update(run: Run, groups: list[Group]) -> dict[str, float]:
             if i == 0:
                 mismatch.append(mismatch_of(logp.detach(), part))
         norm: Any = nn.utils.clip_grad_norm_(run.optimizer.param_groups[0]["params"], 1.0)
-        if not whole(norm).isfinite():
-            sys.exit("error: the gradient is not finite and would spoil all weights: does `reward` return NaN?")
+        if not full_tensor(norm).isfinite():
+            sys.exit("error: the gradient is not finite and would make all weights NaN: does `reward` return NaN?")
         run.optimizer.step()
         run.optimizer.zero_grad()
     total, tokens = over_processes(sum(mismatch, torch.zeros(2, device=norm.device)).tolist())
-    return {"grad_norm": whole(norm).item(), "mismatch": total / max(tokens, 1)}
+    return {"grad_norm": full_tensor(norm).item(), "mismatch": total / max(tokens, 1)}
 
 
 def mismatch_of(logp: Tensor, part: list[Group]) -> Tensor:
@@ -745,7 +745,7 @@ def export(run: Run) -> None:
     """Write the trained model as transformers does, in bfloat16."""
     folder, state = pathlib.Path(run.settings.output) / "final", {}
     for name, weight in run.policy.model.named_parameters():
-        full = whole(weight)  # all processes take part
+        full = full_tensor(weight)  # all processes take part
         if dist.get_rank() == 0:
             state[name] = full.to("cpu", torch.bfloat16)
     if dist.get_rank() == 0:
@@ -756,19 +756,27 @@ def export(run: Run) -> None:
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def problem_of(row: Any, folder: pathlib.Path) -> str:
+    """Return what is wrong with a row, or ""."""
+    if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("prompt", "answer")):
+        return "a row has a prompt and an answer, both texts"
+    if not isinstance(images := row.get("images") or [], list):
+        return "images must be a list of paths"
+    if missing := [path for path in images if not (folder / path).is_file()]:
+        return f"there is no {folder / missing[0]}"
+    tags = row["prompt"].count("<image>")
+    return f"{tags} tags <image>, but {len(images)} images" if tags not in (0, len(images)) else ""
+
+
 def read_row(line: str, where: str, folder: pathlib.Path) -> dict[str, Any]:
     """Return a row, with its list of images; end with one line if it cannot be used."""
     try:
         row = json.loads(line)
-        prompt, answer, images = row["prompt"], row["answer"], row.get("images") or []
-        missing = [path for path in images if not (folder / path).is_file()]
-        fits = isinstance(answer, str) and isinstance(images, list) and prompt.count("<image>") in (0, len(images))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        sys.exit(f"error: {where}: {type(error).__name__}: {error}; see the head of this script for what a row has")
-    if missing or not fits:
-        problem = f"there is no {folder / missing[0]}" if missing else "answer must be a text, images one for each tag"
+    except ValueError as error:
+        sys.exit(f"error: {where}: {error}")
+    if problem := problem_of(row, folder):
         sys.exit(f"error: {where}: {problem}")
-    return {"prompt": prompt, "answer": answer, "images": images}
+    return row | {"images": row.get("images") or []}
 
 
 def read_rows(file: pathlib.Path) -> list[dict[str, Any]]:
@@ -850,10 +858,15 @@ def launch(settings: Settings) -> None:
     dist.destroy_process_group()
 
 
+def comments_of_settings() -> dict[str, str]:
+    """Return the comment beside each of the `Settings`, by its name: they explain the flags."""
+    return dict(re.findall(r"^    (\w+): .*  # (.*)$", inspect.getsource(Settings), re.MULTILINE))
+
+
 def parse_settings() -> Settings:
-    """Return the settings of the command line. The comments of `Settings` explain the flags."""
+    """Return the settings of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    comments = dict(re.findall(r"^    (\w+): .*  # (.*)$", inspect.getsource(Settings), re.MULTILINE))
+    comments = comments_of_settings()
     for each in fields(Settings):
         how: dict[str, Any] = {"type": type(each.default), "default": each.default}
         if isinstance(each.default, bool):

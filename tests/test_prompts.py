@@ -16,6 +16,7 @@ from common.records import Sample, Turn
 from config import RewardFlags
 from data import encode_prompt, load_processor, load_samples
 from evaluation.held_out import judge_task
+from evaluation.metrics import summarise
 from evaluation.scorer import Scorer
 from inputs.images import decode_image
 from tests.helpers.marks import needs
@@ -220,6 +221,14 @@ def test_several_turns_are_converted(folder, suffix):
     assert (before.texts, before.answer, before.system) == (after.texts, after.answer, after.system)
     first, second = ([decode_image(image).tobytes() for image in sample.images] for sample in (before, after))
     assert first == second
+
+
+def test_a_column_named_calls_is_no_score(tmp_path):
+    row = {"prompt": "And?", "answer": "3", "failed_calls": 2, "calls": [1, 2]}
+    (sample,) = load_samples(written(tmp_path, [row]), "count")
+    output = {"responses": ["3"], "lengths": [1], "truncated": [False]}
+    predictions = judge_task(Scorer("count", RewardFlags()), [sample], [output])
+    assert {"calls", "failed_calls"}.isdisjoint(summarise(predictions, "count"))
 
 
 def test_saved_predictions_of_several_turns_hold_no_images(tmp_path):

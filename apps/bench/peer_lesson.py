@@ -156,7 +156,7 @@ def process() -> Context:
     def sync(self: lesson.Sampler, policy: lesson.Policy) -> None:
         state = {}
         for name, weight in policy.model.named_parameters():
-            state[name] = lesson.whole(weight).to("cpu", torch.bfloat16)
+            state[name] = lesson.full_tensor(weight).to("cpu", torch.bfloat16)
         lesson.save_file(state, folder / "model.safetensors")
         torch.cuda.empty_cache()
         self.llm.wake_up(tags=["weights"])

@@ -238,6 +238,20 @@ def test_a_full_disk_leaves_what_is_there_and_says_what_is_missing(tiny_model, s
         subprocess.run(["umount", "--lazy", disk], check=True)  # something may still be looking at it
 
 
+def test_a_folder_that_somebody_moves_is_made_again(tiny_model, shapes, tmp_path, monkeypatch):
+    step, output = grpo.train_step, tmp_path / "run"
+
+    def move_first(run):
+        if run.step == 1:
+            output.rename(tmp_path / "moved")
+        return step(run)
+
+    monkeypatch.setattr(grpo, "train_step", move_first)
+    grpo.main(config(tiny_model, shapes, output, max_steps=2, save_every=2))
+    assert (tmp_path / "moved").is_dir() and verify_checkpoint(output / "checkpoint-2") is None
+    assert (output / "final" / "model.safetensors").is_file()
+
+
 def test_a_disk_that_fills_while_it_is_written_to(saved, tiny_model, shapes, tmp_path, monkeypatch, capsys):
     """The disk fills up only after its free space has been checked."""
     monkeypatch.setattr(Saver, "_missing_space", lambda *_: None)
