@@ -1,6 +1,7 @@
 """vLLM inside the training process."""
 
 from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ class VLLMEngine:
     """vLLM inside the training process, with weights from the trainer before every step.
 
     vLLM receives each prompt with one placeholder per image. By default, the image features come from the trainer's
-    frozen vision tower. If that tower is trained, or if its features include inner layers (Qwen3-VL), vLLM receives the
+    frozen vision tower. If that tower is trained, or if vLLM does not accept the family's features, vLLM receives the
     resized images and computes the features itself. The first `generate` that sends images checks that vLLM's tower
     gets the same pixel values as the trainer's. Every `generate` checks that vLLM expands the placeholders of each
     prompt to the same tokens as the trainer.
@@ -47,7 +48,6 @@ class VLLMEngine:
         from vllm import SamplingParams  # only now, because vLLM reads settings when it is imported
 
         self.sampling_params = SamplingParams
-        self.hidden_size = self.llm.model_config.get_hidden_size()
         config = self.llm.model_config.hf_config
         self.stop = stop_tokens(self.llm.model_config.try_get_generation_config(), config, processor.tokenizer)
         size, rank = flags.tensor_parallel, distributed.rank()
@@ -93,8 +93,10 @@ class VLLMEngine:
         before = getattr(scheduler, "preemptions", 0)  # parts/fast counts them
         shares: list[Any] = [list(requests)]
         if self.flags.tensor_parallel > 1:  # the ranks of an engine work on all their requests together
+            sent = {id(request.prompt): self._for_others(request.prompt) for request in requests}
+            own = [replace(request, prompt=sent[id(request.prompt)]) for request in requests]
             shares *= self.flags.tensor_parallel
-            dist.all_gather_object(shares, list(requests), group=self.group)
+            dist.all_gather_object(shares, own, group=self.group)
         everyone = [request for share in shares for request in share]
         self._check_pixels([request.prompt.parts[0] for request in everyone])
         outputs = self._run(everyone, sampling, then, should_stop)
@@ -145,20 +147,29 @@ class VLLMEngine:
         check_expansion(prompt, rendered["prompt_token_ids"])
         if sizes:
             self.rendered[sizes] = rendered
+            return with_features(rendered, prompt)
         return rendered
 
     def _request(self, prompt: Prompt) -> dict[str, Any]:
         """Return a prompt as vLLM expects it, with the trainer's image features or with images."""
         request: dict[str, Any] = {"prompt_token_ids": prompt.engine_ids}
         if self._takes_features(prompt):
-            features = {"image_embeds": prompt.features, "image_grid_thw": prompt.vision["image_grid_thw"]}
+            last_layer = prompt.features[:, : self.llm.model_config.get_inputs_embeds_size()]  # all that its parser allows
+            features = {"image_embeds": last_layer, "image_grid_thw": prompt.vision["image_grid_thw"]}
             request["multi_modal_data"] = {"image": features}
             request["multi_modal_uuids"] = {"image": image_names(prompt)}  # else, vLLM hashes the features
         elif prompt.images:
             request["multi_modal_data"] = {"image": prompt.images}
         return request
 
+    def _for_others(self, prompt: Prompt) -> Prompt:
+        """Return what the other ranks need of `prompt`, which is little of it: no pixel values that are not checked."""
+        if self._takes_features(prompt):
+            vision = {"image_grid_thw": prompt.vision["image_grid_thw"]}
+            return replace(prompt, vision=vision, for_teacher=None)
+        vision = {} if self.pixels_checked else prompt.vision
+        return replace(prompt, vision=vision, features=None, for_teacher=None)
+
     def _takes_features(self, prompt: Prompt) -> bool:
-        """Return whether the prompt has features that vLLM accepts: as wide as its hidden states."""
-        has_features = prompt.features is not None and self.vision.vllm_features
-        return has_features and prompt.features.shape[-1] == self.hidden_size
+        """Return whether vLLM gets the trainer's features instead of images."""
+        return prompt.features is not None and self.vision.vllm_features
