@@ -48,6 +48,7 @@ class VLLMEngine:
         from vllm import SamplingParams  # only now, because vLLM reads settings when it is imported
 
         self.sampling_params = SamplingParams
+        self.hidden_size = self.llm.model_config.get_hidden_size()
         config = self.llm.model_config.hf_config
         self.stop = stop_tokens(self.llm.model_config.try_get_generation_config(), config, processor.tokenizer)
         size, rank = flags.tensor_parallel, distributed.rank()
@@ -154,7 +155,7 @@ class VLLMEngine:
         """Return a prompt as vLLM expects it, with the trainer's image features or with images."""
         request: dict[str, Any] = {"prompt_token_ids": prompt.engine_ids}
         if self._takes_features(prompt):
-            last_layer = prompt.features[:, : self.llm.model_config.get_inputs_embeds_size()]  # all that its parser allows
+            last_layer = prompt.features[:, : self.hidden_size]  # vLLM's parser refuses those of inner layers
             features = {"image_embeds": last_layer, "image_grid_thw": prompt.vision["image_grid_thw"]}
             request["multi_modal_data"] = {"image": features}
             request["multi_modal_uuids"] = {"image": image_names(prompt)}  # else, vLLM hashes the features

@@ -432,15 +432,32 @@ def test_the_ranks_of_an_engine_get_the_completions_of_their_own_prompts(vllm_en
         assert [output.ids.tolist() for output in outputs] == [[len(each.prompt.ids), 1, 3] for each in requests]
 
 
+def test_the_ranks_of_an_engine_send_each_other_what_vllm_needs(vllm_engine, prompts):
+    """Pixels are most of a request's bytes, and are needed only until they are compared with vLLM's, if at all."""
+    with_features = replace(prompts[0], features=torch.zeros(9, 128), for_teacher=prompts[1])
+    sent = vllm_engine._for_others(with_features)
+    assert sent.vision.keys() == {"image_grid_thw"} and sent.features is with_features.features
+    assert sent.for_teacher is None and with_features.for_teacher and "pixel_values" in with_features.vision
+    for checked in (False, True):
+        vllm_engine.pixels_checked = checked
+        sent = vllm_engine._for_others(replace(prompts[0], features=None))
+        assert ("pixel_values" in sent.vision) != checked and sent.images
+        assert vllm_engine._request(sent) == vllm_engine._request(replace(prompts[0], features=None))
+
+
 def test_vllm_gets_features_only_if_it_accepts_them(vllm_engine, prompts):
-    for prompt, sent in (
-        (prompts[1], None),
-        (replace(prompts[0], features=None), "images"),
-        (replace(prompts[0], features=torch.zeros(9, 64)), "features"),
-        (replace(prompts[0], features=torch.zeros(9, 128)), "images"),  # with those of inner layers
+    """Those of inner layers reach it later, in `with_features`."""
+    with_features = replace(prompts[0], features=torch.zeros(9, 128))
+    for prompt, accepts, sent in (
+        (prompts[1], True, None),
+        (replace(prompts[0], features=None), True, "images"),
+        (with_features, True, "features"),
+        (with_features, False, "images"),
     ):
+        vllm_engine.vision = replace(vllm_engine.vision, vllm_features=accepts)
         data = vllm_engine._request(prompt).get("multi_modal_data", {}).get("image")
         assert {type(None): None, list: "images", dict: "features"}[type(data)] == sent
+        assert sent != "features" or data["image_embeds"].shape == (9, 64)
 
 
 def test_what_vllm_computed_with_old_weights_is_discarded(vllm_engine, tiny_model):

@@ -29,9 +29,13 @@ def vllm_options(weight_bytes: int, has_limit: bool) -> dict[str, Any]:
     `weight_bytes`, `has_limit`: see `prepare_worker`.
     """
     logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)  # it warns of a scheduler of our own
+    from vllm.config import vllm as defaults
+
     from parts.fast.fast_decode import DecodeScheduler
     from parts.fast.vllm_logprobs import use_fast_logprobs
     from parts.fast.vllm_worker import prepare_worker
 
+    if hasattr(defaults, "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES"):  # later releases have only the faster model runner
+        defaults.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES |= {"Qwen3VLMoeForConditionalGeneration"}
     use_fast_logprobs()
     return {"scheduler_cls": DecodeScheduler} | prepare_worker(weight_bytes, has_limit)
