@@ -55,6 +55,9 @@ def as_sample(row: dict, source: str, locate: Locate, columns: Columns, processo
     image_columns = IMAGE_COLUMNS if prompt_name in CHAT_COLUMNS else (*IMAGE_COLUMNS, "image_name")
     for_teacher = [resolve_image(image, locate) for image in _images(row.pop("teacher_images", None))]
     images = _pop_images(row, _column(row, image_columns, columns.images))
+    beside = row.get("image") if images and columns.images is None else None
+    if _holds_image(beside) and any(image not in images for image in _images(beside)):
+        raise RowError("'images' and 'image' differ: put all images into 'images', or set --columns images=NAME")
     row = {name: value for name, value in row.items() if name not in image_columns or value}
     earlier, prompt, answer, turns_system, turn_images = _pop_texts(row, prompt_name, columns)
     system = row.pop("system", None)

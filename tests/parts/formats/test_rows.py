@@ -721,6 +721,18 @@ def test_columns_about_images_are_no_images(folder):
     assert load_samples(jsonl(folder / "d.jsonl", row), None)[0].images == []
 
 
+def test_image_beside_images_is_the_same_or_refused(folder):
+    row = {"prompt": "q", "answer": "1", "images": ["images/0.png", "images/1.png"]}
+    for same in ("images/0.png", ["images/1.png"], "a chart", None):
+        (sample,) = load_samples(jsonl(folder / "d.jsonl", row | {"image": same}), None)
+        assert len(sample.images) == 2
+    other = row | {"images": ["images/0.png"], "image": "images/1.png"}
+    with pytest.raises(UserError, match="'images' and 'image' differ: put all images into 'images', or set"):
+        load_samples(jsonl(folder / "d.jsonl", other), None)
+    (sample,) = load_samples(jsonl(folder / "d.jsonl", other), None, columns=Columns(images="images"))
+    assert [path.name for path in sample.images] == ["0.png"]
+
+
 def test_two_system_prompts_are_refused(folder):
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     with pytest.raises(UserError, match="there are two system prompts"):
