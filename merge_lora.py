@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from common import cli
@@ -115,7 +116,10 @@ def _merge(
         layer.base_layer.float()  # otherwise PEFT would round the adapter's change before adding it
         layer.merge(safe_merge=True)
         layer.base_layer.to(model.dtype)
-    write_model(tuner.unload(), base, output, dtype=output_dtype)
+    try:
+        write_model(tuner.unload(), base, output, dtype=output_dtype)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{output} cannot be written ({str(error)[:200]}): choose a folder that has room") from None
     return base_logits, adapted_logits
 
 

@@ -87,6 +87,8 @@ def continue_adapter(model: nn.Module, source: str, dropout: float | None = None
     """
     config, tensors = read_adapter(source)
     check_tokens(source, model.name_or_path)
+    if (base := config.base_model_name_or_path) != model.name_or_path:  # it may be the same base, moved or downloaded
+        console.log(f"the adapter in {source} names {base or 'no model'} as its base; here, it is {model.name_or_path}")
     # The packed forward pass reads only the weights of these modules, without an adapter.
     unadapted = [f".{module}." for module in ("lm_head", find_family(model.config).router) if module]
     for key, tensor in tensors.items():
@@ -185,13 +187,8 @@ def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         if hasattr(module, "lora_A"):
             experts = f".{module.parameter_name}" if hasattr(module, "parameter_name") else ""
-            layers[_name_in_base(name) + experts] = module
+            layers[name.replace(".base_layer", "") + experts] = module
     return layers
-
-
-def _name_in_base(name: str) -> str:
-    """Return `name` without the parts that PEFT's layers add."""
-    return name.replace(".base_layer", "")
 
 
 def read_adapter(source: str, cache_dir: str | None = None) -> tuple["LoraConfig", dict[str, Tensor]]:
@@ -322,7 +319,7 @@ def adapted_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             continue
-        name = _name_in_base(name)
+        name = name.replace(".base_layer", "")  # which PEFT adds
         weight = dequantised(parameter) if hasattr(parameter, "quant_state") else distributed.full_tensor(parameter)
         layer = layers.get(name) or layers.get(name.removesuffix(".weight"))
         if layer is not None:

@@ -8,6 +8,7 @@ import shutil
 import peft
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
@@ -283,6 +284,18 @@ def test_damaged_bases_and_impossible_outputs_are_named(tiny_model, untied, sft,
             tiny_model, copy_adapter(sft, tmp_path / "pissa", {"init_lora_weights": "pissa"}), str(tmp_path / "merged")
         )
     assert not list(tmp_path.glob("merged*"))
+
+
+def test_a_full_disk_leaves_nothing(tiny_model, sft, tmp_path, monkeypatch):
+    def full(*_):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("policy.export.save_file", full)
+    with pytest.raises(
+        UserError, match=r"merged.* cannot be written \(.*No space left.*\): choose a folder that has room"
+    ):
+        merge_lora(tiny_model, str(sft), str(tmp_path / "merged"))
+    assert not list(tmp_path.glob("*merged*"))
 
 
 def test_mistakes_are_named(tiny_model, untied, sft, tmp_path):

@@ -88,6 +88,15 @@ def test_gradients_equal_the_plain_forward(family, vision):
     assert any(p.requires_grad for p in vision_parameters(base)) == (vision and family in WITH_IMAGES)
 
 
+def test_a_continued_adapter_names_the_base_that_it_was_made_for(tiny_model, sft, tmp_path, capsys):
+    continue_adapter(load_model(tiny_model, torch.float32), copy_adapter(sft, tmp_path / "same", {}))
+    assert capsys.readouterr().err == ""
+    other = copy_adapter(sft, tmp_path / "other", {"base_model_name_or_path": "maker/Other-7B"})
+    continue_adapter(load_model(tiny_model, torch.float32), other)
+    named = f"the adapter in {other} names maker/Other-7B as its base; here, it is {tiny_model}\n"
+    assert capsys.readouterr().err == named
+
+
 def test_a_continued_adapter_starts_with_the_same_logits(tiny_model, sft, prompt):
     policy = load_policy(tiny_model, PolicyFlags(adapter=str(sft)), CPU)
     want = peft_logits(tiny_model, sft, prompt)
