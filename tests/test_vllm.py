@@ -137,6 +137,10 @@ def test_inputs_that_differ_between_vllm_and_the_trainer_are_refused(engine):
     assert "tokens that differ from the trainer's" in engine["wrong_ids"]
 
 
+def test_a_mixture_of_experts_runs_with_the_newer_model_runner(engine):
+    assert engine["newer_runner"]
+
+
 def test_a_request_that_vllm_refuses_is_named_and_the_others_go_on(engine):
     """The engine samples what comes after it."""
     assert engine["too_long"].startswith("text 0: vLLM refuses the prompt: This model's maximum context length is 1024")

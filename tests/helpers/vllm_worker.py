@@ -11,6 +11,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 
@@ -128,6 +129,10 @@ def main(model: str, data: str, out: str) -> None:
     results["alone"] = [torch.equal(a.ids, b.ids) for one, two in zip(few, many) for a, b in zip(one, two)]
     moved = groups_of(engine, prompts[:2], [100, 101], Sampling(2, 24))
     results["other_seeds"] = [torch.equal(a.ids, b.ids) for one, two in zip(few, moved) for a, b in zip(one, two)]
+    mixture = dict(runner_type="generate", architectures=["Qwen3VLMoeForConditionalGeneration"], is_moe=True)
+    settings = type(engine.llm.llm_engine.vllm_config)
+    is_default = getattr(settings, "_is_default_v2_model_runner_model", lambda _: True)  # later releases do not ask
+    results["newer_runner"] = is_default(SimpleNamespace(model_config=SimpleNamespace(**mixture)))
     results["packages"] = loaded_packages()
     pathlib.Path(out).write_text(json.dumps(results, indent=1))
 
