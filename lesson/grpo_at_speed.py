@@ -855,7 +855,8 @@ def launch(settings: Settings) -> None:
     device = take_device()
     dist.init_process_group("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo")  # by a tensor's device
     train(settings, device)
-    dist.destroy_process_group()
+    if dist.is_initialized():  # releases of vLLM after 0.25 end it together with themselves
+        dist.destroy_process_group()
 
 
 def comments_of_settings() -> dict[str, str]:
