@@ -29,8 +29,8 @@ WARNINGS = {
     "calls": "hardly any completion has called the environment for {recent} steps: look at completions.html; if calls "
     "should pay, start from a model that makes them, or reward them",
     "failed calls": "every call of the environment has failed for {recent} steps; completions.html shows why",
-    "reward": "the reward has stayed below half of its first steps' for {fallen} steps: the rate is too high. Start "
-    "again with a lower --learning_rate (a half, a fifth), more --prompts_per_step, or --warmup 10",
+    "reward": "the reward has stayed below half of its mean in the first steps for {fallen} steps: the rate is "
+    "too high. Start again with a lower --learning_rate (a half, a fifth), more --prompts_per_step, or --warmup 10",
     "held-out": "the held-out score has fallen to half of its best, or the held-out loss has doubled: start again with "
     "a lower --learning_rate (a third, a tenth) or, if the reward or the loss of the steps is good, with fewer steps",
     "memory": "GPU memory is full: in each step, PyTorch empties its cache, which takes long; a smaller "

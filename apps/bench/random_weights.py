@@ -24,7 +24,7 @@ from policy.model import auto_class, load_config
 
 STD = 0.02  # of a matrix, as in transformers' own initialisation
 # Two things make random weights unlike trained ones, and these deviations avoid both. Attention averages its values,
-# which gives all tokens the same direction, more so in each layer: all would go to the same eight experts. And if a
+# which gives all tokens the same direction, more so in each layer: most would go to the same eight experts. And if a
 # layer adds as much as there is, differences of rounding grow from layer to layer: after 48, sampler and trainer would
 # be 0.9 nats apart. So the residual stream begins large, and each layer adds little to it.
 STDS = {"embed_tokens": 1.0, "o_proj": 0.001, "down_proj": 0.007}  # by a word of the name
