@@ -22,8 +22,8 @@ import pydantic
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from common import cli, console, plugins
-from common.errors import UserError, check_call, require
+from common import cli, console, distributed, plugins
+from common.errors import StepFailed, UserError, check_call, require
 
 # module, table, class of its entries in the same module ("": functions), the flag that chooses one ("": all are used)
 TABLES = (
@@ -188,8 +188,21 @@ def checked_objective(where: str, objective: Callable) -> Callable:
 
 
 def checked_advantage(where: str, advantage: Callable) -> Callable:
-    """Return an advantage that checks what it returns: a number for each completion."""
-    return lambda rewards, *given: _checked(where, advantage, (rewards, *given), [form(rewards.total)])
+    """Return an advantage that checks what it returns: a number for each completion.
+
+    If it fails in any process, all raise StepFailed, which saves the run before it ends.
+    """
+
+    def checked(rewards: Any, *given: Any) -> Any:
+        with distributed.shared_errors(StepFailed):
+            try:
+                return _checked(where, advantage, (rewards, *given), [form(rewards.total)])
+            except UserError:
+                raise
+            except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+                raise plugins.mistake(sys.modules[advantage.__module__].__file__, error) from None
+
+    return checked
 
 
 def _checked(where: str, function: Callable, given: Sequence[Any], expected: list[str], **options: Any) -> Any:

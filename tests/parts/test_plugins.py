@@ -19,7 +19,7 @@ import rewards
 import rollout
 from common import cli, distributed, plugins
 from common.environments import ENVIRONMENTS, Environment
-from common.errors import UserError, check_call
+from common.errors import StepFailed, UserError, check_call
 from common.records import Output, Prompt, Request, Rewards
 from common.spans import as_tensors
 from common.usage import sections_of
@@ -40,7 +40,9 @@ from parts.plugins import (
 from policy.model import load_policy
 from policy.optimizer import OPTIMIZERS, make_adamw, make_schedule
 from policy.sharding import AFTER_UPDATE
+from tests.helpers.runs import SMALL
 from tests.helpers.runs import config as small
+from tests.helpers.scripts import run_script
 from training.prompt_stream import ORDERS
 
 
@@ -199,9 +201,37 @@ def test_an_entry_that_changes_what_it_is_given_is_refused(name):
 def test_an_advantage_of_another_form_is_refused(returned, form):
     """Most of these would be broadcast, or cut, and train on something else."""
     rewards = as_tensors([[Rewards(1.0, 1.0, {"own": 1.0})] * 4] * 2)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(StepFailed) as error:
         checked_advantage("--advantage own", lambda rewards: returned(rewards.total.clone()))(rewards)
     assert str(error.value) == f"--advantage own: it returned {form}; expected float (2, 4)"
+
+
+FAILS = """
+import os
+import grpo
+
+CALLS = []
+
+def own(rewards, reward_weights, cfg):
+    CALLS.append(1)
+    if len(CALLS) == 3 and os.environ["RANK"] == "1":
+        raise ZeroDivisionError("no variance")
+    return grpo.group_advantages(rewards.total)
+
+grpo.ADVANTAGES["own"] = own
+"""
+
+
+def test_a_run_is_saved_if_its_advantage_fails_in_one_process(tiny_model, shapes, tmp_path):
+    plugin = tmp_path / "own.py"
+    plugin.write_text(FAILS)
+    settings = SMALL | {"max_steps": 4, "model": tiny_model, "data": shapes, "output": tmp_path / "run"}
+    flags = [f"--plugin={plugin}", "--advantage=own", *(f"--{key}={value}" for key, value in settings.items())]
+    done = run_script("grpo.py", *flags, processes=2)
+    assert done.returncode == 1
+    assert f"step 3: --plugin {plugin}, line 10: ZeroDivisionError: no variance; " in done.stderr
+    assert (tmp_path / "run" / "checkpoint-2").is_dir()
+    assert "Traceback" not in done.stderr
 
 
 NOT_CLIPPED = torch.zeros(4, dtype=torch.bool)
