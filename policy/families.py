@@ -233,7 +233,7 @@ def routers(model: transformers.PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def routed_experts(model: transformers.PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the tensors (experts, in, out) of the routed experts of `model`, by name; nothing for other models."""
+    """Return the tensors (experts, out, in) of the routed experts of `model`, by name; nothing for other models."""
     parameters = language_model(model).layers.named_parameters() if find_family(model.config).router else ()
     return {name: parameter for name, parameter in parameters if ".experts." in name and parameter.ndim == 3}
 

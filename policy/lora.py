@@ -3,7 +3,7 @@
     adapted weight = W + scaling B A        W (O, D) frozen, A (r, D) and B (O, r) trained
     scaling        = α / r, with rslora (arXiv:2312.03732) α / √r
 
-Routed experts lie in one tensor (experts, in, out). If they are adapted, each has its own A and B, which PEFT keeps one
+Routed experts lie in one tensor (experts, out, in). If they are adapted, each has its own A and B, which PEFT keeps one
 after another in two matrices and adds to the tensor before it is used.
 
 The sampler receives adapted weights, which are recomputed from the base for every sync (`adapted_weights`). Nothing is
