@@ -363,9 +363,9 @@ class GRPOFlags:
     """Seed for the data order and for sampling."""
 
     max_completion_length: int = 1024
-    """Maximum completion length in tokens. A completion without a stop token up to there is truncated."""
+    """Maximum completion length in tokens. A completion that reaches it without a stop token is truncated."""
     overlong_buffer: int = 0
-    """The overlong penalty falls from 0 to -1 over so many tokens before `max_completion_length`; 0: no penalty."""
+    """Number of tokens before `max_completion_length` over which the overlong penalty falls to -1; 0: no penalty."""
 
     prompts_per_step: int = 32
     """P: number of prompts per step, on all processes together."""

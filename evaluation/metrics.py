@@ -21,7 +21,7 @@ Key = TypeVar("Key", bound=Hashable)
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Return the probability that k completions drawn from n include a correct one, if c of the n are correct.
 
-    This is 1 − C(n−c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1). Raises ValueError for impossible ones.
+    This is 1 − C(n−c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1). Raises ValueError if it is undefined.
     """
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"pass_at_k needs 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")

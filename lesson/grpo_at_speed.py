@@ -83,15 +83,15 @@ class Settings:
     gpu_memory: float = 0.4  # vLLM's share of the GPU's memory while it samples
     min_pixels: int = 3136  # of a picture; a smaller one is enlarged
     max_pixels: int = 1003520  # of a picture; a larger one is reduced
-    save_every: int = 20  # steps; a run that finds a checkpoint in its folder goes on from there
+    save_every: int = 20  # steps; a run that finds a checkpoint in its folder resumes from it
     seed: int = 0  # of the order of the rows and of sampling
 
 
 def reward(completion: str, answer: str) -> float:
     """Return 1 if the completion's last number is the answer, or all of it if it has none. Yours goes here."""
     numbers = re.findall(r"-?\d+(?:\.\d+)?", completion)
-    said = numbers[-1] if numbers else completion.strip(" .\n")
-    return float(said.lower() == answer.strip().lower())
+    last = numbers[-1] if numbers else completion.strip(" .\n")
+    return float(last.lower() == answer.strip().lower())
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ class TokenLogp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, trained: bool) -> Tensor:
         logp = torch.empty(len(hidden), device=hidden.device)
-        slopes = torch.empty(len(hidden), len(weight) * trained, dtype=hidden.dtype, device=hidden.device)
+        slopes = torch.empty(len(hidden), len(weight) if trained else 0, dtype=hidden.dtype, device=hidden.device)
         for rows in torch.arange(len(hidden), device=hidden.device).split(LOGIT_ROWS):
             if hidden.is_cuda:
                 logits = torch.mm(hidden[rows], weight.T, out_dtype=torch.float32) / temperature
@@ -493,9 +493,8 @@ class Sampler:
 
     def __call__(self, prompts: list[Prompt], step: int) -> list[list[Completion]]:
         """Sample G completions of each prompt."""
-        if (
-            longest := max(len(prompt.ids) for prompt in prompts)
-        ) > self.prompt_tokens:  # their completions would be cut
+        longest = max(len(prompt.ids) for prompt in prompts)
+        if longest > self.prompt_tokens:  # their completions would be cut
             sys.exit(f"error: a prompt has {longest} tokens; `Sampler` has room for {self.prompt_tokens}")
         numbers = [(self.settings.seed, step, dist.get_rank(), i) for i in range(len(prompts))]
         params = [self.params(hash(each) % 2**31) for each in numbers]
@@ -701,7 +700,7 @@ def step(run: Run, number: int, rows: list[dict[str, Any]]) -> dict[str, float]:
 def rows_of_step(rows: list[dict[str, Any]], number: int, settings: Settings) -> list[dict[str, Any]]:
     """Return this process's rows of a step, of an endless stream that is shuffled anew in each epoch.
 
-    The stream depends on the seed alone, so that a resumed run goes on with the rows it would have had. All completions
+    The stream depends on the seed alone, so that a resumed run has the rows it would have had. All completions
     of a prompt are sampled, scored and trained on by one process.
     """
     chosen = []
@@ -785,7 +784,9 @@ def read_rows(file: pathlib.Path) -> list[dict[str, Any]]:
         sys.exit(f"error: {file} is no file: give --data rows.jsonl")
     lines = enumerate(file.read_text("utf-8-sig").split("\n"), 1)  # `splitlines` would also cut at U+2028
     rows = [read_row(line, f"{file}, line {number}", file.parent) for number, line in lines if line.strip()]
-    return rows or sys.exit(f"error: {file} has no rows")
+    if not rows:
+        sys.exit(f"error: {file} has no rows")
+    return rows
 
 
 def check(settings: Settings) -> None:
@@ -829,7 +830,7 @@ def train(settings: Settings, device: torch.device) -> None:
     run.sampler.sleep()
     quiet = dist.get_rank() > 0
     if begun and not quiet:
-        tqdm.write(f"going on after step {begun} of {settings.output}")
+        tqdm.write(f"resuming after step {begun} of {settings.output}")
     for number in tqdm(range(begun, settings.steps), initial=begun, total=settings.steps, disable=quiet):
         metrics = step(run, number + 1, rows_of_step(rows, number, settings))
         if not quiet:

@@ -164,7 +164,7 @@ class VLLMEngine:
         return request
 
     def _for_others(self, prompt: Prompt) -> Prompt:
-        """Return what the other ranks need of `prompt`, which is little of it: no pixel values that are not checked."""
+        """Return `prompt` with what the other ranks need of it: pixel values only if they are still to be checked."""
         if self._takes_features(prompt):
             vision = {"image_grid_thw": prompt.vision["image_grid_thw"]}
             return replace(prompt, vision=vision, for_teacher=None)

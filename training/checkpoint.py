@@ -155,7 +155,7 @@ class Saver:
         """Return an error message if the disk has too little free space for the `tensors` of all processes."""
         sizes = [distributed.local_tensor(leaf).nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
         needed = int(1.02 * int(distributed.all_sum(torch.tensor(sum(sizes))))) + 2**20  # with the format's overhead
-        place = self.folder.path if self.folder.path.exists() else "."  # somebody has moved it: it is made again
+        place = next(filter(Path.exists, [self.folder.path, *self.folder.path.absolute().parents]))  # if it was moved
         free = distributed.all_gather(shutil.disk_usage(place).free)[0]
         if needed <= free:
             return None

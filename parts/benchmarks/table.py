@@ -56,7 +56,7 @@ class Benchmark:
     prepare: Annotated[Callable[[Sample, Any], None], takes("sample, processor")] = lambda sample, processor: None
     """Adds to the columns of a row what the judge needs of the model's `data.Processor`."""
     convention: Annotated[Callable[[Row], str], takes("row")] = lambda row: ""
-    """How the answers are read, if that depends on the model; it is said at the start and in `scoring`."""
+    """How the answers are read, if that depends on the model; it is printed at the start, and is in `scoring`."""
     server_role: str | None = None
     """Role of a server's model in the official scoring: `extractor` or `judge`; None if answers are scored by rule."""
 
