@@ -19,7 +19,7 @@ from policy.families import language_model
 from policy.memory import GIB, GPUs, Plan
 from policy.model import empty_policy, load_config, load_policy, num_weights, vision_parameters
 from policy.sharding import apply_fsdp, reduce_gradients, take_gradients, unsharded
-from tests.helpers.models import make_group
+from tests.helpers.models import make_group, save_tiny
 
 CPU = torch.device("cpu")
 USABLE = 1 - memory.MARGIN
@@ -148,6 +148,28 @@ def test_float32_and_a_trained_tower_take_more(tiny_model, policy):
     tower = load_policy(tiny_model, PolicyFlags(train_vision=True), torch.device("cpu"))
     cost = [memory.bytes_per_token(p, num_checkpointed, True) for p in (policy, tower) for num_checkpointed in (0, 4)]
     assert cost[2] - cost[0] > cost[3] - cost[1] > 0, "checkpointing must also reduce the cost of the tower's blocks"
+
+
+@pytest.mark.parametrize("flags", [{}, {"lora_rank": 4}, {"lora_rank": 4, "lora_experts": True}])
+def test_experts_keep_as_much_as_planned(tmp_path, flags):
+    """Frozen experts do not keep what they see. Uncompiled, experts keep at most as much as planned, and 0.6 of it."""
+    policy = load_policy(save_tiny("qwen3_vl_moe", tmp_path), PolicyFlags(**flags), CPU)
+    text, tokens, kept = language_model(policy.model), 512, {}
+    weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        text.layers[0].mlp(torch.randn(1, tokens, text.config.hidden_size, requires_grad=True))
+    one, two = (memory.bytes_per_token(policy, n, False, torch.float32) for n in (1, 2))
+    layer_input = 4 * text.config.hidden_size
+    others = 1.5 * 9 * 4 * text.config.hidden_size  # norms and attention
+    planned = one - two + layer_input - others
+    assert 0.6 < sum(storage.nbytes() for storage in kept.values()) / tokens / planned < 1
 
 
 def test_a_reference_in_float32_takes_twice_as_much(policy):
