@@ -362,14 +362,11 @@ def bytes_per_token(
     layer_input = 4 * config.hidden_size  # the residual stream is float32
     logits = size * config.vocab_size if num_checkpointed == 0 else 0  # derivatives, kept only without checkpointing
     width, copies = config.intermediate_size, experts_per_token(config)
-    kept = 0  # values of an expert's copy of a token, in hidden sizes: its output, and what a trained expert sees
-    if copies:  # Aria's shared experts are as wide as its routed ones
-        routed = routed_experts(policy.model).values()
-        is_trained = any(p.requires_grad for p in routed) or adapted_expert_bytes(policy, 0, dtype) > 0
-        kept = copies * (2 if is_trained else 1)
+    if copies:  # an expert's output is kept, and what a trained one sees; Aria's shared experts are as wide as others
         width = copies * getattr(config, "moe_intermediate_size", width)
         width += getattr(config, "moe_num_shared_experts", 0) * config.intermediate_size
-    full_layer = size * ((9 + kept) * config.hidden_size + 3 * width) * (1.0 if compiled else 1.5)
+        copies *= 1 + any(p.requires_grad for name, p in policy.named_parameters() if ".experts." in name)
+    full_layer = size * ((9 + copies) * config.hidden_size + 3 * width) * (1.0 if compiled else 1.5)
     layers = (config.num_hidden_layers - num_checkpointed) * full_layer + num_checkpointed * layer_input + full_layer
     linear_layers = (getattr(config, "layer_types", None) or []).count("linear_attention")
     if linear_layers:  # q, k and v before and after the convolution, normalised and sorted by head; values and gates
@@ -397,11 +394,9 @@ def adapted_expert_bytes(policy: Policy, num_checkpointed: int, dtype: torch.dty
     Layers that are not checkpointed keep their copies; of the others, one has them at a time.
     """
     layers = language_model(policy.model).layers
-    adapted = [name for name, layer in adapted_layers(layers).items() if hasattr(layer, "parameter_name")]
-    if not adapted:
-        return 0
+    is_adapted = any(hasattr(layer, "parameter_name") for layer in adapted_layers(layers).values())
     experts = sum(p.numel() for p in routed_experts(policy.model).values()) * dtype.itemsize
-    return experts * (len(layers) - num_checkpointed + 1) // len(layers)
+    return is_adapted * experts * (len(layers) - num_checkpointed + 1) // len(layers)
 
 
 def set_checkpointing(policy: Policy, num_checkpointed: int) -> None:
