@@ -7,7 +7,8 @@ from typing import Any
 
 from PIL import Image
 
-from common.environments import MAX_STATE, Reply
+from common import environments
+from common.environments import Reply
 from grading.calls import load_function, parameters
 from inputs.images import MAX_MEGAPIXELS, decode_image
 
@@ -32,7 +33,7 @@ def take_turn(
     if not isinstance(reward, Real) or not abs(float(reward)) < max_reward:  # nor if it is NaN
         raise ValueError(f"its reward is {reprlib.repr(reward)}; expected a finite number")
     state = pickle.dumps(own)
-    if len(state) > MAX_STATE:
+    if len(state) > environments.MAX_STATE:  # looked up late, so that a plugin can change it
         raise ValueError(f"its state of {len(state):,} bytes is too large")
     if content is None:
         return None, float(reward), state

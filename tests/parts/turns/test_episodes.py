@@ -21,7 +21,7 @@ from tokenizers.processors import TemplateProcessing
 pytest.importorskip("parts.turns", reason="needs parts/turns, which is not here")
 
 import rewards
-from common import plugins
+from common import environments, plugins
 from common.environments import ENVIRONMENTS, tool_call
 from common.errors import UserError
 from data import encode_prompt, load_processor
@@ -206,6 +206,17 @@ def test_the_environment_of_the_document_runs(processor, tmp_path):
         with pytest.raises(ValueError, match="rotate needs degrees"):
             rotate(call({"degrees": 0}, "rotate").replace("0", degrees), {}, [PICTURE])
     assert rotate('{"name": "John", "parameters": {"degrees": 90}}', {}, [PICTURE]) is None, "an answer in JSON"
+
+
+def test_a_plugin_changes_how_large_a_state_may_be(tmp_path, monkeypatch):
+    monkeypatch.setattr(environments, "MAX_STATE", environments.MAX_STATE)
+    (tmp_path / "large.py").write_text(
+        "from common import environments\n\nenvironments.MAX_STATE = 2**22\n\n\n"
+        "def hoard(text, state):\n    state['all'] = bytes(int(text))\n    return 'kept'\n"
+    )
+    kept, failed = try_environment(f"{tmp_path}/large.py:hoard", ["2000000", "5000000"])
+    assert kept.content == ["kept"]
+    assert failed.content[0].startswith("error: ValueError: its state of 5,000,0") and "too large" in failed.content[0]
 
 
 def test_an_environment_is_tried_without_a_model():
