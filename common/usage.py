@@ -6,14 +6,19 @@ table of docs/peers.md.
 
 import dataclasses
 import keyword
+import os
 import pathlib
 import re
 import sys
+import typing
+from typing import Annotated, Any
 
+import docstring_parser
 import tyro
 
 from common import console
 
+OTHERS = [("epsilon", "clip_low and --clip_high"), ("test_data", "eval_data")]  # before those of the table in:
 PEERS = pathlib.Path(__file__).parent.parent / "docs" / "peers.md"
 # The flags that most runs need, and those of what is in parts/. All others are in the sections of their classes.
 COMMON = ["task", "model", "data", "eval_data", "reward", "lora_rank", "learning_rate"]
@@ -28,22 +33,29 @@ def explain(config: type, arguments: list[str], status: object) -> None:
     if not console.is_main():
         return
     if not status and {"-h", "--help"} & set(arguments):
-        sections = dataclasses.make_dataclass("Sections", sections_of(config))
-        sections.__doc__ = config.__doc__
-        tyro.cli(sections, args=["--help"], use_underscores=True, config=(tyro.conf.OmitArgPrefixes,))
+        print_help(config)
     names = {field.name for field in dataclasses.fields(config)}
     for given in dict.fromkeys(argument.partition("=")[0] for argument in arguments if status):
         if flag := own_flag(given, names):
             print(f"error: {given} is no flag here: give --{flag}; see docs/peers.md", file=sys.stderr)
 
 
+def print_help(config: type) -> None:
+    """Print `--help` of `config` in sections, and end the script."""
+    sections = dataclasses.make_dataclass("Sections", sections_of(config))
+    sections.__doc__, options = config.__doc__, (tyro.conf.OmitArgPrefixes,)
+    try:
+        tyro.cli(sections, prog=os.path.relpath(sys.argv[0]), args=["--help"], use_underscores=True, config=options)
+    except BrokenPipeError:  # of `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to be flushed at exit
+
+
 def sections_of(config: type) -> list[tuple[str, type]]:
     """Return the sections of `--help`: a script's own flags, the common ones, those of each class, those of parts."""
     named = [("common", "The flags that most runs need.", COMMON)]
-    named += [
-        (title_of(each), each.__doc__ or "", list(vars(each).get("__annotations__", ())))
-        for each in reversed(config.__mro__)
-    ]
+    for each in reversed(config.__mro__):
+        text = (each is not config and each.__doc__) or ""  # that of `config` is printed above all sections
+        named.append((title_of(each), text, list(vars(each).get("__annotations__", ()))))
     named += [("parts", "The flags of the optional code in parts/.", OF_PARTS)]
     named.sort(key=lambda section: section[0] != "main")
     left = {field.name: field for field in dataclasses.fields(config)}
@@ -52,10 +64,19 @@ def sections_of(config: type) -> list[tuple[str, type]]:
         own = [name for name in names if name in left and (name not in OF_PARTS or title == "parts")]
         if own:
             found.setdefault(title, (text, {}))[1].update({name: left.pop(name) for name in own})
-    return [
-        (title, type(title, (config,), {"__doc__": text, "__dataclass_fields__": fields}))  # inherits the docstrings
-        for title, (text, fields) in found.items()
-    ]
+    types, helps = typing.get_type_hints(config, include_extras=True), help_texts(config)
+    sections = []
+    for title, (text, fields) in found.items():
+        hints = {name: Annotated[types[name], tyro.conf.arg(help=helps.get(name, ""))] for name in fields}
+        members: dict[str, Any] = {"__doc__": text, "__dataclass_fields__": fields, "__annotations__": hints}
+        sections.append((title, type(title, (config,), members)))
+    return sections
+
+
+def help_texts(config: type) -> dict[str, str]:
+    """Return the docstring of each flag as one line. tyro itself would keep the ends of the source's lines."""
+    parsed = [docstring_parser.parse_from_object(each) for each in reversed(config.__mro__[:-1])]
+    return {own.arg_name: " ".join((own.description or "").split()) for each in parsed for own in each.params}
 
 
 def title_of(flags: type) -> str:
@@ -86,4 +107,4 @@ def peers() -> list[tuple[str, str]]:
         for cell in cells:
             theirs = re.findall(r"`([\w.]+)`", re.sub(r"\([^)]*\)", "", cell))  # in parentheses are defaults
             found += list(zip(theirs, own)) if len(own) > 1 else [(name, own[0]) for name in theirs]
-    return [*found, ("test_data", "eval_data")]
+    return [*OTHERS, *found]

@@ -15,8 +15,10 @@ is the run, `step` one step, `loss_of` the formula. What makes it fast, in the o
 
 What it leaves out, and where the rest of this repository has it: other columns and formats (inputs/rows.py, data.py),
 skipping a bad update, and stopping if sampler and trainer are far apart (training/guards.py), other models
-(policy/families.py), adapters and 4-bit weights (policy/lora.py), memory planned before the start (policy/memory.py),
-turns with tools (parts/turns/), other losses and rewards (grpo.py, rewards.py), pages and trackers (parts/pages/).
+(policy/families.py), adapters and 4-bit weights (policy/lora.py), schedules of the learning rate (policy/optimizer.py),
+memory planned before the start (policy/memory.py), held-out rows and evaluation (evaluate.py), other losses and rewards
+(grpo.py, rewards.py), groups drawn again if all rewards are equal (training/collect.py), turns with tools
+(parts/turns/), FlashAttention 4 and equal work for all GPUs (parts/fast/), pages and trackers (parts/pages/).
 
 With the same completions, it computes the log-probabilities and weights of the full code, on a CPU
 (tests/test_lesson.py), where it also runs with vLLM's build for CPUs. On a GPU, its log-probabilities are within what
@@ -31,6 +33,7 @@ P prompts of this process, G completions of each.
 """
 
 import argparse
+import importlib.util
 import inspect
 import json
 import os
@@ -60,6 +63,7 @@ from tqdm import tqdm
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # vLLM in this process: its weights are tensors that we can write
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 LOGIT_ROWS = 512  # completion tokens whose (V,) float32 logits are in memory together
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
 COMPUTE = {"cuda": torch.bfloat16, "cpu": torch.float32}  # dtype of the layers; the optimizer's weights are float32
 
 
@@ -496,16 +500,15 @@ class Sampler:
         longest = max(len(prompt.ids) for prompt in prompts)
         if longest > self.prompt_tokens:  # their completions would be cut
             sys.exit(f"error: a prompt has {longest} tokens; `Sampler` has room for {self.prompt_tokens}")
-        numbers = [(self.settings.seed, step, dist.get_rank(), i) for i in range(len(prompts))]
-        params = [self.params(hash(each) % 2**31) for each in numbers]
+        params = [self.params((self.settings.seed, step, dist.get_rank(), i)) for i in range(len(prompts))]
         outputs = self.llm.generate([self.request(prompt) for prompt in prompts], params, use_tqdm=False)
         return [[self.completion(each) for each in output.outputs] for output in outputs]
 
-    def params(self, seed: int) -> Any:
-        """Return how vLLM shall sample the completions of a prompt."""
+    def params(self, place: tuple[int, ...]) -> Any:
+        """Return how vLLM shall sample the completions of a prompt, with a seed for its place in the run."""
         return self.vllm.SamplingParams(
             n=self.settings.group,
-            seed=seed,
+            seed=hash(place) % 2**31,
             temperature=self.settings.temperature,
             max_tokens=self.settings.max_tokens,
             stop_token_ids=self.end_tokens,
@@ -791,7 +794,8 @@ def read_rows(file: pathlib.Path) -> list[dict[str, Any]]:
 
 def check(settings: Settings) -> None:
     """End with one line if the settings cannot be used."""
-    for name in ("prompts", "max_tokens", "updates", "temperature", "micro_batch_tokens", "save_every"):
+    positive = "prompts max_tokens learning_rate updates temperature micro_batch_tokens gpu_memory save_every"
+    for name in positive.split():
         if getattr(settings, name) <= 0:
             sys.exit(f"error: --{name} must be larger than 0")
     if settings.prompts % dist.get_world_size() or settings.group < 2:
@@ -822,6 +826,8 @@ def prepare(settings: Settings, device: torch.device) -> Run:
 
 def train(settings: Settings, device: torch.device) -> None:
     check(settings)
+    if importlib.util.find_spec("vllm") is None:
+        sys.exit("error: vllm is not installed: pip install vllm")
     rows = read_rows(pathlib.Path(settings.data))
     pathlib.Path(settings.output).mkdir(parents=True, exist_ok=True)
     run = prepare(settings, device)
@@ -851,8 +857,7 @@ def take_device() -> torch.device:
 
 def launch(settings: Settings) -> None:
     """Train with the processes that torchrun has started, or with this one alone."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
-    os.environ |= alone | os.environ  # torchrun's variables win
+    os.environ |= ALONE | os.environ  # torchrun's variables win
     device = take_device()
     dist.init_process_group("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo")  # by a tensor's device
     train(settings, device)

@@ -275,9 +275,9 @@ def test_each_figure_has_a_function_and_a_place_on_a_page():
 # --- the file at speed ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_the_file_at_speed_trains_as_the_full_code_does(processes, built, tmp_path):
-    """Three steps of two updates on the same completions: the same log-probabilities and weights."""
+    """Three steps of two updates on the same completions: the same log-probabilities, losses and weights."""
     with (built / "train" / "main.csv").open() as file:
         drawn = [f"{built}/train/{row['images_path']}" for row in csv.DictReader(file)]
     rows = [{"prompt": "<image>How many?", "answer": "3", "images": [path]} for path in drawn]  # answers may be equal
@@ -290,6 +290,7 @@ def test_the_file_at_speed_trains_as_the_full_code_does(processes, built, tmp_pa
     assert "the gradient is not finite" in found["refused"]
     for apart in found["apart"]:  # with a KL term; without, and an idle process
         assert len(apart["weights"]) == 3 and max(apart["weights"]) < 1e-6
+        assert max(apart["loss"]) < 1e-6 and min(apart["changed"]) > 1e-4
         assert max(apart["logp"]) < 1e-5 and min(apart["moved"]) > 1e-4
         assert min(apart["clipped"]) > 0.01 and min(apart["capped"]) > 0.01
 
@@ -322,8 +323,16 @@ def test_the_file_at_speed_reads_texts_with_any_line_break(tmp_path):
     assert at_speed.read_rows(tmp_path / "rows.jsonl") == [row | {"images": []}]
     with pytest.raises(SystemExit, match="is no file"):
         at_speed.read_rows(tmp_path)
-    with pytest.raises(SystemExit, match="--save_every must be larger than 0"):
-        at_speed.check(at_speed.Settings(save_every=0))
+    for name in ("save_every", "learning_rate"):
+        with pytest.raises(SystemExit, match=f"--{name} must be larger than 0"):
+            at_speed.check(at_speed.Settings(**{name: 0}))
+
+
+def test_the_file_at_speed_says_at_once_that_it_needs_vllm(tmp_path, monkeypatch):
+    monkeypatch.setattr(at_speed, "check", lambda settings: None)
+    monkeypatch.setattr(at_speed.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="error: vllm is not installed: pip install vllm"):
+        at_speed.train(at_speed.Settings(data=str(tmp_path)), torch.device("cpu"))
 
 
 def test_the_file_at_speed_places_pictures_at_their_tags():

@@ -167,6 +167,19 @@ def test_a_missing_part_is_named_in_one_line(tmp_path):
 # --- what a plain run costs -------------------------------------------------------------------------------------------
 
 
+def function_lengths(files: list[pathlib.Path]) -> list[int]:
+    """Return the lengths in lines of all functions of `files`, with their docstrings, sorted."""
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return sorted(node.end_lineno - node.lineno + 1 for node in functions)
+
+
+def test_the_functions_of_the_file_at_speed_are_as_short_as_those_of_the_core():
+    lengths, core = function_lengths([ROOT / "lesson" / "grpo_at_speed.py"]), function_lengths(CORE)
+    for share in (0.5, 0.9):
+        assert lengths[int(share * len(lengths))] <= core[int(share * len(core))]
+
+
 def test_a_plain_run_costs_its_reader_no_more_than_it_did(plain):
     got = trace_run.figures(str(plain[1]))
     assert {name: got[name] for name in LIMITS if got[name] > LIMITS[name]} == {}

@@ -170,8 +170,8 @@ class Episode:
         before, failed_before = (trajectory.state, self.reward), trajectory.num_failed
         content = self._ask() if stopped else None
         self.is_truncated = not stopped or content is not None
-        # If the model itself has sampled an image token, a sampler would look for a picture there.
         can_go_on = room > 0 and len(trajectory.turns) < 2 * self.episodes.environment.max_turns - 1
+        # If the model itself has sampled an image token, a sampler would look for a picture there.
         if content is None or not can_go_on or trajectory.image_token in ids:
             return False
         problem = self._see(content, last)

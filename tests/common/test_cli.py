@@ -11,6 +11,7 @@ import config
 import evaluate
 import sft
 from common import cli, console, usage
+from tests.helpers.scripts import ROOT
 
 
 @dataclasses.dataclass
@@ -71,6 +72,14 @@ def test_every_flag_is_in_one_section(script, capsys):
     assert shown == sorted(field.name for field in dataclasses.fields(script) if field.init)
 
 
+def test_help_is_wrapped_once_and_may_be_cut_off():
+    """The ends of lines in the source are no ends of lines here."""
+    command = f"COLUMNS=100 {sys.executable} grpo.py --help | head -n 30"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("usage: grpo.py") and not done.stderr
+    assert "grpo.py may run without `data`: it then uses the flags of" in done.stdout
+
+
 def test_most_runs_need_only_the_first_flags(capsys):
     sections = explained(config.Config, capsys)
     assert list(sections) == ["common", "grpo", "row", "data", "policy", "engine", "run", "parts"]
@@ -80,7 +89,7 @@ def test_most_runs_need_only_the_first_flags(capsys):
 @pytest.mark.parametrize(
     ("given", "flags"),
     [
-        ("--epsilon 0.2 --epsilon_high=0.3", ["clip_low", "clip_high"]),
+        ("--epsilon 0.2 --epsilon_high=0.3", ["clip_low and --clip_high", "clip_high"]),
         ("--num-train-epochs=2 --model_name_or_path x", ["epochs", "model"]),
         ("--lr 1e-6 --test_data x", ["learning_rate", "eval_data"]),
         ("actor_rollout_ref.actor.optim.lr=1e-6 +data.train_files=x", ["learning_rate", "data"]),
@@ -93,7 +102,7 @@ def test_a_flag_of_another_library_is_named_as_it_is_here(given, flags, capsys):
         cli.parse(config.Config, ["--data=x", *given.split()])
     assert stopped.value.code == 2
     said = capsys.readouterr().err
-    assert re.findall(r"^error: \S+ is no flag here: give --(\w+); see docs/peers.md$", said, re.MULTILINE) == flags
+    assert re.findall(r"^error: \S+ is no flag here: give --(.+); see docs/peers.md$", said, re.MULTILINE) == flags
 
 
 def test_the_names_of_other_libraries_are_those_of_the_document():

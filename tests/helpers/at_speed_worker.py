@@ -17,7 +17,7 @@ import grpo
 from common.records import Completion, Group, Prompt
 from config import Config
 from lesson import grpo_at_speed as at_speed
-from packing import pack
+from packing import PackedBatch, pack
 from policy.forward import enable_packed_forward
 from policy.model import Policy, load_model
 
@@ -65,16 +65,27 @@ def prepared(model: str, data: str, beta: float) -> tuple[at_speed.Run, list[at_
     return run, prompts
 
 
-def compare(model: str, data: str, beta: float, idle: bool) -> dict[str, list[float]]:
-    """Return how far apart the two are after each step, and what shares of the tokens were clipped and capped.
+@torch.no_grad()
+def both_losses(
+    run: at_speed.Run, full: Policy, groups: list[at_speed.Group], batch: PackedBatch, cfg: Config
+) -> tuple[float, float]:
+    """Return the loss of all groups in the one file and in the full code, with their weights as they are."""
+    ours = at_speed.loss_of(run.policy(groups, 1.0), groups, run.settings)
+    return ours.item(), grpo.batch_loss(cfg, batch, full(batch, 1.0)[0])[0].item()
 
+
+def compare(model: str, data: str, beta: float, idle: bool) -> dict[str, list[float]]:
+    """Return how far apart the two are in each step, and what shares of the tokens were clipped and capped.
+
+    The loss is that before the first and after the last update, and `changed` says by how much it has.
     `idle`: every other prompt has no advantages, so that without a KL term, the second process has nothing to do.
     """
     run, prompts = prepared(model, data, beta)
     full, reference = full_policy(model), full_policy(model)
     full_optimizer = torch.optim.SGD([p for p in full.parameters() if p.requires_grad], RATE)
     cfg = Config(task="count", data=data, model=model, beta=beta, num_iterations=2, clip_low=0.2, clip_high=0.2)
-    apart: dict[str, list[float]] = {name: [] for name in ("logp", "weights", "moved", "clipped", "capped")}
+    names = ("logp", "loss", "changed", "weights", "moved", "clipped", "capped")
+    apart: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(STEPS):
         groups = sampled(prompts)
         for number, (_, done) in enumerate(groups):
@@ -90,6 +101,10 @@ def compare(model: str, data: str, beta: float, idle: bool) -> dict[str, list[fl
         done = [each for _, own in groups for each in own]
         for each, own in zip(done, batch.values.sampling_logp.split([len(each.ids) for each in done])):
             each.sampler_logp = own
+        at_speed.record_logp(run.policy, [groups], run.settings, "old_logp")
+        if run.reference is not None:
+            at_speed.record_logp(run.reference, [groups], run.settings, "ref_logp")
+        losses = [both_losses(run, full, groups, batch, cfg)]
         at_speed.update(run, groups[dist.get_rank() :: dist.get_world_size()])
         before = full.model.model.language_model.embed_tokens.weight.detach().clone()
         for _ in range(2):
@@ -98,10 +113,14 @@ def compare(model: str, data: str, beta: float, idle: bool) -> dict[str, list[fl
             torch.nn.utils.clip_grad_norm_([p for p in full.parameters() if p.requires_grad], 1.0)
             full_optimizer.step()
             full_optimizer.zero_grad()
+        losses.append(both_losses(run, full, groups, batch, cfg))
+        apart["loss"].append(max(abs(ours - theirs) for ours, theirs in losses))
+        apart["changed"].append(abs(losses[1][1] - losses[0][1]))
         apart["clipped"].append((sums["clip_ratio"] / sums["tokens"]).item())
         apart["capped"].append((sums["importance_capped"] / sums["tokens"]).item())
         apart["moved"].append((full.model.model.language_model.embed_tokens.weight - before).abs().max().item())
-        ours = {name: weight.full_tensor() for name, weight in run.policy.named_parameters() if weight.requires_grad}
+        trained = [(name, weight) for name, weight in run.policy.named_parameters() if weight.requires_grad]
+        ours = {name: at_speed.full_tensor(weight) for name, weight in trained}
         theirs = dict(full.named_parameters())
         apart["weights"].append(max((ours[name] - theirs[name]).abs().max().item() for name in ours))
     return apart
