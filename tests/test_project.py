@@ -492,14 +492,15 @@ def test_the_types_of_every_source_are_checked():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("file", ["requirements-gpu.txt", "requirements-gpu-newest.txt"])
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
-def test_the_gpu_requirements_can_be_installed(python, tmp_path):
+def test_the_gpu_requirements_can_be_installed(python, file, tmp_path):
     """Resolve the requirements for a fresh environment. A new pip reads only the packages' metadata, in two minutes."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     pip = [tmp_path / "venv" / "bin" / "python", "-m", "pip", "install", "--quiet"]
     subprocess.run([*pip, "--upgrade", "pip"], capture_output=True, check=True)
     flags = ["--dry-run", "--use-feature=fast-deps", "--only-binary=:all:", f"--python-version={python}"]
-    command = [*pip, *flags, f"--target={tmp_path}/none", "-r", "requirements-gpu.txt"]
+    command = [*pip, *flags, f"--target={tmp_path}/none", "-r", file]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
