@@ -126,7 +126,7 @@ def load_processor(
 
 
 def processor_for(cfg: Any, task: str | None = None) -> Processor:
-    """Load the processor of a command's `model` as its flags say, with their environment if they name one."""
+    """Load the processor of `cfg.model` with the flags `cfg`, and with an environment if the flags name one."""
     names = ("min_pixels", "max_pixels", "chat_template_kwargs")
     processor = load_processor(cfg.model, task or cfg.task, cfg.template, **{x: getattr(cfg, x) for x in names})
     if cfg.env:
@@ -138,7 +138,7 @@ def processor_for(cfg: Any, task: str | None = None) -> Processor:
 
 
 def prompt_template(task: str, path: str | None) -> tuple[str | None, jinja2.Template]:
-    """Return the system message and the template of the user's turn: those of `task`, or only the one at `path`."""
+    """Return the system message and the template of the user's turn: the task's or, with `path`, None and that file."""
     if path is not None:
         return None, read_template(path, "--template", ["content"])
     defaults = rewards.get_task(task)
@@ -172,14 +172,14 @@ def prompt_position_ids(model: transformers.PreTrainedModel, ids: Tensor, vision
 
 
 def encode_prompt(sample: Sample, processor: Processor, teacher: Processor | None = None) -> Prompt:
-    """Compute the token ids, fitted images, vision inputs and position ids of `sample`, also as `teacher` sees them.
+    """Compute the token ids, fitted images, vision inputs and position ids of `sample`; with a `teacher`, also for it.
 
     Raises ValueError if the question contains a control token, or if there is not one placeholder per image. Raises
     UserError, naming the row, if an image can no longer be read.
     """
     prompt = _encode(sample, processor)
     if teacher is processor and not sample.teacher_images:
-        prompt.for_teacher = replace(prompt, images=[])  # without the features of the policy's own tower
+        prompt.for_teacher = replace(prompt, images=[])  # a copy, which does not get the features of the policy's tower
     elif teacher:
         prompt.for_teacher = _encode(sample.for_teacher, teacher)
     return prompt
@@ -203,7 +203,7 @@ def _encode(sample: Sample, processor: Processor) -> Prompt:
 def _encode_text(
     sample: Sample, images: list[Image.Image], vision: dict[str, Tensor], processor: Processor
 ) -> tuple[Tensor, list[int], Tensor, str]:
-    """Return a `Prompt`'s ids, sampler's ids, positions and opening. They are kept for the same text and sizes."""
+    """Return the ids, engine_ids, position_ids and opening of a `Prompt`, cached by its texts and image sizes."""
     key = (sample.system, *((turn.role, turn.text) for turn in sample.turns), *(image.size for image in images))
     if not (encoded := processor.kept.get(key)):
         engine_ids, opening = _engine_ids(sample, processor)
@@ -223,10 +223,10 @@ def digest_of(images: Sequence[Image.Image]) -> bytes:
 
 
 def encode_response(sample: Sample, response: str, processor: Processor) -> Tensor:
-    """Return the (L,) token ids of an answer to `sample`, as it stands, with the end that the chat template gives it.
+    """Return the (L,) token ids of an answer to `sample`, and of the end that the chat template writes after it.
 
-    What the template opens in the prompt (`Prompt.opening`) belongs to the prompt. Raises ValueError if the answer is
-    empty, has a control token, lacks that opening or has a thought after a closed one, or is ended with no token.
+    The opening, which the prompt already has (`Prompt.opening`), is left out. Raises ValueError if the answer is empty,
+    has a control token, lacks that opening, has a thought although the prompt has ended it, or gets no end token.
     """
     chat = write_chat(prompt_turns(sample, processor), processor.tokenizer, processor.chat_variables)
     space, end = answer_end(processor.tokenizer)
@@ -242,8 +242,8 @@ def encode_response(sample: Sample, response: str, processor: Processor) -> Tens
         raise ValueError("its answer has a thought, but the chat template has ended it: remove it, or allow thinking")
     answer, encode = response + space + end, functools.partial(processor.tokenizer, add_special_tokens=False)
     prompt, whole = encode(chat).input_ids, encode(chat + answer).input_ids
-    # Alone, an answer may begin with another token (SentencePiece: "▁3"); in the chat, with the end of the prompt.
-    begins_anew = whole[: len(prompt)] == prompt
+    # Encoded alone, an answer may begin with another token (SentencePiece: "▁3"), so its tokens in the chat are used.
+    begins_anew = whole[: len(prompt)] == prompt  # else, one token of the chat spans the end of the prompt
     return torch.tensor(whole[len(prompt) :] if begins_anew else encode(answer).input_ids)
 
 
@@ -271,7 +271,7 @@ def prompt_turns(sample: Sample, processor: Processor) -> list[Turn]:
         if any(token in text for text in (*sample.texts, sample.system or processor.system or "")):
             raise ValueError(f"{token} appears in the question, where it would act as a control token: remove it")
     text = sample.prompt
-    if not ("<think>" in text and "<answer>" in text):  # it does not ask for the format itself
+    if not ("<think>" in text and "<answer>" in text):  # the question does not ask for the format itself
         text = processor.template.render(content=text)  # the question itself is never used as a template
     pieces = re.split(f"({TAG})", text) if sample.images else [text]  # the template may have moved images
     turns = [*sample.turns[:-1], Turn("user", [None if piece == TAG else piece for piece in pieces if piece])]
@@ -295,7 +295,7 @@ def _engine_ids(sample: Sample, processor: Processor) -> tuple[list[int], str]:
 def opening_of(chat: str, control_tokens: list[str]) -> str:
     """Return the end of a prompt from a `<think>` or `<answer>` that is still open, else "".
 
-    The chat template has opened it only if no control token follows, since such a token ends the user's turn.
+    A tag before a control token does not count: such a token ends an earlier turn, and the tag is in that turn.
     """
     tag = re.search(r"<(?:think|answer)>(?!.*</?(?:think|answer)>)", chat, re.DOTALL)
     is_open = tag and not any(token in chat[tag.end() :] for token in control_tokens)
@@ -374,13 +374,13 @@ def validate_rows(
 
 
 def max_images(samples: list[Sample], processor: Processor) -> int:
-    """Return the largest number of images in a prompt, at least 1, and in what an environment answers."""
+    """Return the largest number of images in a prompt, at least 1, plus the most in an environment's answers."""
     answers = processor.environment.max_images if processor.environment else 0
     return max(1, *(len(sample.images) for sample in samples)) + answers
 
 
 def summarise(problems: list[str], what: str) -> str:
-    """Return their number, `what` they are, and the first five."""
+    """Return the number of `problems`, `what` they are, and the first five of them."""
     more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
     return f"{len(problems)} {what}: " + "; ".join(problems[:5]) + more
 
@@ -390,7 +390,7 @@ def check_row(
 ) -> tuple[str | None, str, int]:
     """Return why the row cannot be used (None if it can), its key, and its number of prompt tokens.
 
-    Duplicates have the same key and, without a `processor`, responses. `image_sizes` caches (height, width) of images.
+    Duplicates have the same key, with the responses if there is no `processor`. `image_sizes` caches (height, width).
     """
     if isinstance(row, Problem):
         return row.message, "", 0

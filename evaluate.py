@@ -128,7 +128,7 @@ def generate_responses(
     try:
         outputs = sample_rows(engine, processor, asked, cfg, open_progress(folder, settings))
         for output, digest in zip(outputs, digests):
-            output["image_digest"] = digest  # of the row's own pictures, by which a baseline finds it
+            output["image_digest"] = digest  # that of the row's own pictures, by which a baseline finds the row
         if baseline:
             baseline.sample(engine, processor, samples, settings)
     except KeyboardInterrupt:
@@ -155,7 +155,7 @@ def free_share(cfg: Config, device: torch.device) -> float:
     if device.type != "cuda" or cfg.gpu_memory:
         return MAX_VLLM_MEMORY
     free, size = torch.cuda.mem_get_info(device)
-    return min(MAX_VLLM_MEMORY, free / size - 0.02)  # 0.02: CUDA still takes a little before vLLM looks
+    return min(MAX_VLLM_MEMORY, free / size - 0.02)  # 0.02: CUDA takes a little more before vLLM measures
 
 
 def resume_key(cfg: Config, samples: list[Sample]) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def resume_key(cfg: Config, samples: list[Sample]) -> dict[str, Any]:
 
 def main(cfg: Config) -> None:
     device = distributed.start()
-    try:  # now, so that no response is sampled in vain
+    try:  # before sampling, so that no responses are lost
         pathlib.Path(cfg.output).mkdir(parents=True, exist_ok=True)
         if console.is_main():
             lock_file(pathlib.Path(cfg.output, "evaluation.lock"), f"--output {cfg.output} is in use")
@@ -213,18 +213,18 @@ def write_results(
 ) -> None:
     """Write every file of the evaluation and print a table of the scores.
 
-    `results` and, for the baseline, `compared` hold scores and predictions; `benchmarks` is that part, if it is here.
-    Raises UserError if no row is common.
+    `results` are the scores and predictions of the model, `compared` those of the baseline. `benchmarks` is
+    parts/benchmarks, or None if it is not here. Raises UserError if model and baseline have no row in common.
     """
     folder, (scores, predictions) = pathlib.Path(cfg.output), results
     sources = {"model": cfg.model, "adapter": cfg.adapter, "data": cfg.data, "predictions": cfg.predictions}
     sources["picture"] = cfg.picture
     scores = {name: value for name, value in sources.items() if value is not None} | scores
     comparison = baseline.compare(*compared, predictions) if baseline else {}
-    run = read_jsonl(folder.parent / "metrics.jsonl")  # if the folder is in that of a run
+    run = read_jsonl(folder.parent / "metrics.jsonl")  # if the folder is inside a run's folder
     step = {"step": run[-1]["step"]} if run and "step" in run[-1] else {}
     write_predictions(folder, scores | comparison | step, predictions)
-    if (folder / "baseline").is_dir():  # then the page is that of a comparison, which may be an earlier one
+    if (folder / "baseline").is_dir():  # then the page may be that of an earlier comparison
         (folder / "completions.html").unlink(missing_ok=True)
     (folder / "scores.png").unlink(missing_ok=True)
     if benchmarks:

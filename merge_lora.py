@@ -100,7 +100,7 @@ def _merge(
     """
     config, tensors = read_adapter(lora_model, cache_dir)
     check_tokens(lora_model, base, cache_dir)
-    # Not compared, because a base that was moved or downloaded has another name. The user sees whether they agree.
+    # The names are not compared, because a base that was moved or downloaded has another one. The user sees both.
     print(f"the adapter names {config.base_model_name_or_path or 'no model'} as its base; it is merged into {base}")
     # The widest dtype, so that rounding happens only after the merge.
     base_dtype, widest = stored_dtypes(base)

@@ -40,14 +40,14 @@ from training.loop import Run
 from training.prompt_stream import PromptStream
 from training.run import start
 
-ASKED = 8  # answers whose reward is asked
+ASKED = 8  # number of answers that `earns_nothing` scores
 ROWS_AT_ONCE = 256  # held-out rows whose images are in memory together
-NOT_OF_SFT = ("clip_ratio", "importance_capped", "kl", "entropy")  # and sampling/…: there is no sampler to compare with
+NOT_OF_SFT = ("clip_ratio", "importance_capped", "kl", "entropy")  # and sampling/…: metrics to leave out
 
 
 @dataclass
 class Answered(Sample):
-    """A prompt with its answers, which are encoded once: between two steps, the GPU would wait for that."""
+    """A prompt with its answers, encoded when they are loaded: between two steps, the GPU would wait for it."""
 
     ids: list[Tensor] = field(default_factory=list)  # (L,) token ids of each of `responses`, int32
 
@@ -75,14 +75,14 @@ class SFTFlags:
 
 
 @dataclass(kw_only=True)
-class Config(RunFlags, PolicyFlags, DataFlags, SFTFlags):  # --help begins with the last
+class Config(RunFlags, PolicyFlags, DataFlags, SFTFlags):  # --help begins with the last base
     """Fine-tune a model on given answers."""
 
     output: str = "runs/sft"
     """Folder of the run."""
     learning_rate: float | None = None
     """Peak learning rate of AdamW. Unset: 2e-5 for all weights, 2e-4 for an adapter; a resumed run keeps its rate."""
-    # What the rest asks of a GRPO run:
+    # Settings of a GRPO run that the shared code reads:
     default_rates = (2e-5, 2e-4)
     loss_type: str = field(default="sft", init=False)
     """Not a flag. It is saved with checkpoints, so that no other run continues them."""
@@ -213,13 +213,13 @@ def load_answers(cfg: Config, data: str, processor: Processor) -> list[Answered]
 
 
 def earns_nothing(task: str, samples: list[Answered]) -> bool:
-    """Return whether the reward of `task` gives none of a few answers, which lack its `format`, more than 0."""
+    """Return whether the reward of `task` is at most 0 for each of a few answers, all without its `format`."""
     if task == "math":  # its reward is -1 without the format; do not start a verifier for that
         return True
     few = samples[:: math.ceil(len(samples) / ASKED)]
     answers = [[Rollout(torch.zeros(0), torch.zeros(0), text=sample.responses[0])] for sample in few]
     rewards, _ = Scorer(task, RewardFlags())(few, answers)
-    return all(each.total <= 0 for (each,) in rewards)  # NaN if the reward has failed, which does not say so
+    return all(each.total <= 0 for (each,) in rewards)  # False if the reward has failed (NaN), which shows nothing
 
 
 def held_out_loss(run: Run, samples: list[Answered]) -> dict[str, float]:

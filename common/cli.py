@@ -23,8 +23,8 @@ BAD_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EI
 
 
 def parse(config: type[T], arguments: list[str] | None = None) -> T:
-    """Parse `arguments`, or the command line, into `config`. An invalid flag, or an environment that no launcher of
-    processes has made (`check_launcher`), ends the script with status 2; rank 0 prints why."""
+    """Parse `arguments`, or the command line, into `config`. Invalid flags, and variables that `check_launcher`
+    refuses, end the script with status 2 and a message; the message about flags comes from rank 0 only."""
     try:
         check_launcher()
         arguments = sys.argv[1:] if arguments is None else arguments
@@ -42,9 +42,9 @@ def parse(config: type[T], arguments: list[str] | None = None) -> T:
 
 
 def check_launcher() -> None:
-    """Raise UserError unless the variables with which torchrun numbers the processes are all unset, or fit together.
+    """Raise UserError unless torchrun's variables, which number the processes, are all unset or fit together.
 
-    Those of another launcher, or of an earlier one, would otherwise make a process wait for others that never come, or
+    Variables that another or an earlier launcher has set would make a process wait for others that never start, or
     train alone and print nothing. MASTER_ADDR and MASTER_PORT may be set without the others, as on many clusters.
     """
     processes = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -122,8 +122,8 @@ def launch(name: str, config: type | None = None, add_defaults: Callable[[list[s
     """Import the plugins, parse the flags, call `main` of the module `name`, and exit.
 
     The module is imported by its name, although it also runs as `__main__`, so that a plugin that imports it reaches
-    the tables of this run. With `config`, its `Config`, mistakes in the flags appear before its slow import.
-    `add_defaults` may put further arguments before those of the command line, which override them.
+    the tables of this run. If its `Config` is given as `config`, wrong flags are reported before its slow import.
+    `add_defaults` may put arguments before those of the command line, which take precedence.
     """
 
     def start(arguments: list[str]) -> None:

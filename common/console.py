@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 # Hidden in URLs, even inside JSON: the user before the host, and values of parameters whose names suggest a secret.
 CHARACTER = r"""(?:[^\s"'\\&#]|\\u)"""  # one character of a password or key; in JSON, \u begins a non-ASCII character
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # characters, but line feed and tab
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # all but \n and \t, and lone surrogates
 USER = re.compile(rf"(?<=://)(?:{CHARACTER}|[&#])*@")
 SECRET = re.compile(rf"([?&][\w.-]*(?:key|token|secret|passw|auth|sig)[\w.-]*=){CHARACTER}+", re.IGNORECASE)
 
@@ -33,7 +33,7 @@ def is_main() -> bool:
 
 def log(message: str) -> None:
     """Print `message` to stderr, on the main process only."""
-    with contextlib.suppress(OSError):  # a full disk, or a pipe that is closed: a run must go on
+    with contextlib.suppress(OSError):  # a full disk or a closed pipe must not end a run
         if is_main():
             print(printable(message), file=sys.stderr)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 def with_teacher(advantages: Tensor, logp: Tensor, teacher_logp: Tensor) -> Tensor:
     """Return A − (log π − log ν) for each token, with π the policy and ν the teacher. All tensors are (C,).
 
-    Added to the advantages, this is gradient descent on KL(π ‖ ν) at each prefix that the policy samples:
+    With the added term, the policy gradient also follows −∇KL(π ‖ ν) at each prefix that the policy samples:
 
         KL   = Σ_v π(v) (log π(v) − log ν(v))                                   over the next tokens v
         ∇KL  = Σ_v ∇π(v) (log π(v) − log ν(v)) + Σ_v π(v) ∇log π(v)

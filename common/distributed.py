@@ -30,7 +30,7 @@ def explain(error: RuntimeError) -> tuple[str, int] | None:
     is_of_library = "-packages" in raised_in and ("gloo" in str(error) or "NCCL" in str(error))
     if not (isinstance(error, dist.DistError) or is_of_library):
         return None
-    time.sleep(1)  # so that torchrun, which names the process that ended first, notices the one that died
+    time.sleep(1)  # torchrun names the process that ended first: let this be the one that died
     return f"another process died or hangs ({str(error).strip().splitlines()[0][:120]})", 1
 
 
@@ -61,7 +61,7 @@ def start() -> torch.device:
 def use_one_thread(device: torch.device) -> None:
     """With a GPU, let PyTorch use one thread for its work on the CPU, as under torchrun, unless OMP_NUM_THREADS is set.
 
-    To be called after models are loaded, because loading uses all cores. With a thread for each core, packing a
+    Call it after models are loaded, because loading uses all cores. With a thread for each core, packing a
     micro-batch took 67 ms on a busy host, and threads that prepare pictures kept 25 cores busy waiting (docs/log.md).
     """
     if device.type == "cuda" and "OMP_NUM_THREADS" not in os.environ:
@@ -175,7 +175,7 @@ def raise_first_error(error: str | None, exception: type[Exception]) -> None:
 
 @contextlib.contextmanager
 def shared_errors(exception: type[Exception] = UserError) -> Iterator[None]:
-    """Raise a UserError of one process on every process, as `exception`. All processes must come here together."""
+    """Raise a UserError of one process on every process, as `exception`. All processes must enter it together."""
     message = None
     try:
         yield

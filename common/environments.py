@@ -18,9 +18,9 @@ MAX_STATE = 2**20  # bytes of what an episode keeps between its turns; there may
 
 @dataclass(frozen=True)
 class Reply:
-    """What an environment returns for a turn, if it is more than what the model sees next."""
+    """What an environment returns for a turn if it also gives a reward."""
 
-    content: str | Image.Image | list[str | Image.Image] | None = None  # what the model sees next; None: it is over
+    content: str | Image.Image | list[str | Image.Image] | None = None  # what the model sees; None ends the episode
     reward: float = 0.0  # for this turn
 
 
@@ -30,11 +30,11 @@ class Environment:
 
     reply: Callable[..., Reply | str | Image.Image | list[str | Image.Image] | None]
     """`reply(text, state, images, extents, **fields)` gets the text of the model's turn, and returns what the model
-    sees next, or None if the episode is over. `state` is a dict of the episode's own, at first empty, which the
-    function may change; if it raises, its changes are lost. `images` are those of the row, and `extents` the largest
-    (x, y) in each, in the coordinates that the model uses. `fields` are the row's question, answer and other columns.
-    What it raises is told the model."""
-    tools: list[dict[str, Any]] = field(default_factory=list)  # their JSON schemas, for the chat template
+    sees next, or None if the episode is over. `state` is a dict of this episode, at first empty, which the
+    function may change; if it raises, the changes are lost. `images` are those of the row, and `extents` the largest
+    (x, y) in each, in the model's coordinates. `fields` are the row's question, answer and other columns. The model is
+    told what the function raises."""
+    tools: list[dict[str, Any]] = field(default_factory=list)  # JSON schemas of the tools, for the chat template
 
     def __post_init__(self) -> None:
         """Raise ValueError if `reply` is no function, or if `tools` are no schemas as chat templates take them."""
@@ -57,11 +57,11 @@ _CLOSE = re.compile(r"\s*+(?:(?:</tool_call>|<\|eo[mt]_id\|>)\s*+|\Z)")  # what 
 def tool_call(text: str, names: Collection[str] = ()) -> tuple[str, dict[str, Any]] | None:
     """Return the name and the arguments of the tool call in a turn; None if there is no call.
 
-    It is JSON after <tool_call>, as Qwen writes it, or after <|python_tag|>, as Llama 3.1 does. Llama also writes no
-    tag: JSON with "name" and "parameters" is a call if there is nothing else after the thought. What is only thought is
-    no call. If the `names` of the tools are given, JSON without a tag that names no tool is an answer.
+    A call is JSON after <tool_call> (Qwen) or <|python_tag|> (Llama 3.1). Llama may also leave out the tag: JSON with
+    "name" and "parameters" is then a call if it is all that follows the thought. A call inside a thought does not
+    count. If the `names` of the tools are given, JSON without a tag that names none of them is an answer.
 
-    Raises ValueError if what follows a tag is no JSON of a call or names no tool, or if there are several calls.
+    Raises ValueError if the text after a tag is no call in JSON or names an unknown tool, or for several calls.
     """
     calls = _calls(text, names)
     if not calls:
@@ -83,7 +83,7 @@ def _calls(text: str, names: Collection[str]) -> list[Any]:
     end, is_thought = 0, False
     for tag in _TAG.finditer(text):
         if tag.start() < end or (is_thought and tag[0] != "</think>"):
-            continue  # it is in a string of the call before, or thought
+            continue  # it is inside the call before it, or in a thought
         is_thought = tag[0] == "<think>"
         if is_thought:
             continue
@@ -98,7 +98,7 @@ def _calls(text: str, names: Collection[str]) -> list[Any]:
 
 
 def _json_at(text: str, start: int) -> tuple[Any, int]:
-    """Return the JSON at text[start:] and the end of what closes it; None and `start` if there is none, or no close."""
+    """Return the JSON at text[start:] and the end of the `_CLOSE` after it; None and `start` if either is missing."""
     try:
         value, end = json.JSONDecoder().raw_decode(text, re.compile(r"\s*").match(text, start).end())
     except (ValueError, RecursionError):

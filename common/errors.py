@@ -1,8 +1,8 @@
 """Exceptions that end a script or a step with a one-line message, and checks that raise them.
 
-`require` checks settings. Entries of tables to which a plugin may add are found with `find_entry`. Their classes are
-made with `dataclass` below, so that a field of another type, or a function that takes other arguments (`takes`), is
-refused in the plugin's own line.
+`require` checks settings. `find_entry` finds an entry of a table to which plugins may add. The classes of such entries
+use `dataclass` below, which checks the types of the fields and, with `takes`, the arguments of functions. So a mistake
+is reported at the plugin's own line.
 """
 
 import inspect
@@ -43,7 +43,7 @@ def describe(error: BaseException) -> str:
     """Return the type and the text of `error` in one line."""
     try:
         return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    except Exception:  # noqa: BLE001 - its own method raised
+    except Exception:  # noqa: BLE001 - its `__str__` raised
         return type(error).__name__
 
 
@@ -77,11 +77,11 @@ def find_entry(flag: str, name: str, table: dict[str, Any]) -> Any:
 
 
 def check_call(where: str, function: Any, arguments: str) -> Any:
-    """Return `function`. Raises UserError if it does not take `arguments`, such as "a, b, c=" with c by its name."""
+    """Return `function`. Raises UserError if it does not take `arguments`, such as "a, b, c=" (c by name)."""
     named = dict.fromkeys(re.findall(r"\w+(?==)", arguments))
     try:
         inspect.signature(function).bind(*re.findall(r"\w+\b(?!=)", arguments), **named)
-    except ValueError:  # some built-in functions do not tell
+    except ValueError:  # some built-in functions have no signature
         pass
     except TypeError:
         own = f"takes {inspect.signature(function)!s:.160}" if callable(function) else f"is {function!r:.40}"
@@ -90,5 +90,5 @@ def check_call(where: str, function: Any, arguments: str) -> Any:
 
 
 def takes(arguments: str) -> AfterValidator:
-    """Return what annotates a field of an entry: a function that is called with `arguments`; see `check_call`."""
+    """Return an annotation for a field with a function, which checks that it takes `arguments` (`check_call`)."""
     return AfterValidator(lambda function, info: check_call(info.field_name, function, arguments))

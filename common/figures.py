@@ -11,7 +11,7 @@ from PIL import Image
 
 from common.files import atomic_write, partial_path
 
-os.environ["MPLBACKEND"] = "Agg"  # figures go to files: neither a display nor a backend of that name is needed
+os.environ["MPLBACKEND"] = "Agg"  # figures go to files: no display and no other backend is needed
 PAGE = pathlib.Path(__file__).parent / "page.html.j2"
 THUMBNAIL = 256  # maximum length of an image's longer side on a page, in pixels
 

@@ -31,7 +31,7 @@ def read_jsonl(
 ) -> list[dict]:
     """Return the objects in a .jsonl file, or [] if it does not exist. Damaged lines are skipped and reported.
 
-    With `last`, only so many lines at the end of the file count. For the rest, see `parse_jsonl`.
+    With `last`, only that many lines at the end of the file are read. `is_valid`, `contiguous`: see `parse_jsonl`.
     """
     if not path.is_file():
         return []
@@ -73,7 +73,7 @@ def partial_path(path: Path) -> Path:
 
 
 def json_lines(objects: Iterable[dict]) -> str:
-    """Return `objects` as lines of JSON. NaN and infinity become null, and what JSON does not know becomes text."""
+    """Return `objects` as lines of JSON. NaN and infinity become null, and values that JSON cannot hold become text."""
     plain = (json.loads(json.dumps(each, default=str), parse_constant=lambda _: None) for each in objects)
     return "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in plain)
 
@@ -123,7 +123,7 @@ def lock_file(path: Path, in_use: str) -> IO[str]:
 
 
 def release_locks() -> None:
-    """Release the locks of this process; in a forked process, its own hold on them."""
+    """Release the locks of this process. A forked process only closes its copies, and the parent keeps the locks."""
     for file in _locked_files.values():
         file.close()
     _locked_files.clear()

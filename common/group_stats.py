@@ -13,7 +13,7 @@ EPSILON = 1e-6  # rewards that differ by less count as equal; also added to stan
 
 
 def is_varied(rewards: Tensor) -> Tensor:
-    """Return whether the rewards of each group, `rewards` (P, G), differ, as (P,). NaN rewards do not count.
+    """Return (P,) bools: whether the rewards of each group in `rewards` (P, G) differ. NaN rewards do not count.
 
     A group with max − min <= 1e-6 · max(1, max |r|) counts as equal: such differences are rounding errors.
     """
@@ -22,7 +22,7 @@ def is_varied(rewards: Tensor) -> Tensor:
 
 
 def deviation(rewards: Tensor) -> Tensor:
-    """Return the (P, 1) standard deviations, with n − 1, of the groups, `rewards` (P, G). NaN does not count."""
+    """Return the (P, 1) standard deviations (divisor n − 1) of the groups in `rewards` (P, G). NaN does not count."""
     counts = (~rewards.isnan()).sum(1, keepdim=True)
     centred = rewards - rewards.nanmean(1, keepdim=True)
     return (centred.nan_to_num().square().sum(1, keepdim=True) / (counts - 1).clamp(min=1)).sqrt()
@@ -36,8 +36,8 @@ def sum_by_completion(values: Tensor, completion_of_token: Tensor) -> Tensor:
 def sequence_log_ratio(log_ratio: Tensor, completion_of_token: Tensor, per_token: bool = False) -> Tensor:
     """Return for each token the mean of `log_ratio` (C,) over its completion, as (C,) (GSPO, eq. 7).
 
-    `per_token`: with the gradient of the token's own `log_ratio`, for an advantage of each token (GSPO-token, section
-    4.3). If all tokens of a completion have the same advantage, it is the same gradient.
+    `per_token`: the same value, but with the gradient of the token's own `log_ratio`, for advantages of single tokens
+    (GSPO-token, section 4.3). If all tokens of a completion have the same advantage, the loss has the same gradient.
     """
     sums, lengths = (sum_by_completion(x, completion_of_token) for x in (log_ratio, torch.ones_like(log_ratio)))
     mean = sums / lengths

@@ -1,4 +1,4 @@
-"""Parts that a run uses if they are here, and does without if not. They change its speed and its pages, no number."""
+"""Parts that a run uses if they are here, but does not need. They change its speed and its pages, but no number."""
 
 import importlib
 import importlib.util

@@ -25,7 +25,7 @@ _digests: dict[str, str] = {}  # their SHA-256
 
 
 def find(arguments: list[str], output: str) -> list[str]:
-    """Return the files of `--plugin` or, without any, those of the run to resume. `output`: the default of the flag."""
+    """Return the files of `--plugin` or, without any, those of the run to resume. `output`: default of `--output`."""
     if not {"--plugin", "--resume"} & {argument.partition("=")[0] for argument in arguments}:
         return []
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -49,7 +49,7 @@ def of_run(folder: str | pathlib.Path) -> list[str]:
 
 
 def read_settings(path: pathlib.Path, **types: Any) -> dict[str, Any]:
-    """Return the config.json of a run. Raises UserError if it is none, or if an entry has not its type of `types`."""
+    """Return the config.json of a run. Raises UserError if it is damaged, or an entry is not of its type in `types`."""
     try:
         settings = json.loads(path.read_text())
         is_one = isinstance(settings, dict) and all(isinstance(settings.get(name), types[name]) for name in types)
@@ -104,6 +104,6 @@ def record() -> dict[str, Any]:
 
 
 def name_of(function: Callable) -> str | None:
-    """Return "file.py:name" of a function that a plugin has under a name; None for any other function."""
+    """Return "file.py:name" for a function that is a global name of a plugin; None for any other function."""
     names = [f"{path}:{name}" for path in _modules for name, value in vars(_modules[path]).items() if value is function]
     return names[0] if names else None

@@ -50,7 +50,7 @@ class Cell:
         return f"in column '{self.column}'" + (f", number {self.index + 1}" if self.index is not None else "")
 
 
-ImageSource: TypeAlias = AnyPath | bytes | dict | Image.Image | Cell  # decoded only when needed; a str would be a text
+ImageSource: TypeAlias = AnyPath | bytes | dict | Image.Image | Cell  # decoded only when needed; a str is a text
 
 
 class Turn(NamedTuple):
@@ -130,7 +130,7 @@ class Prompt:
     """Expected completion length in tokens. If the sampler cannot take all prompts at once, it starts with those that
     have the longest expected completions."""
     extends: tuple[Prompt, Prompt] | None = None
-    """With turns, the prompt of the turn before and what follows it: a sampler prepares no picture twice."""
+    """In a later turn: the prompt of the turn before, and what was added, so that no picture is prepared twice."""
 
     @property
     def image_indices(self) -> Tensor:
@@ -139,7 +139,7 @@ class Prompt:
 
     @property
     def parts(self) -> list[Prompt]:
-        """The prompts that it consists of, which have its images: only itself, unless it `extends` another one."""
+        """The prompts that it consists of, each with its images; only itself, unless it `extends` another one."""
         return [*self.extends[0].parts, self.extends[1]] if self.extends else [self]
 
 
@@ -151,7 +151,7 @@ class Trajectory(Prompt):
     """
 
     loss_mask: Tensor = field(kw_only=True)
-    """(F,) bool: whether the model sampled the token, which the loss then trains; it only saw the others."""
+    """(F,) bool: True for tokens that the model sampled, on which the loss trains; False for those that it only saw."""
     turns: list[Turn] = field(default_factory=list)  # the model's turns and, between them, what it saw
     turn_lengths: list[int] = field(default_factory=list)  # how many tokens the model sampled in each of its turns
     state: bytes = b""  # of the environment, pickled
@@ -187,17 +187,17 @@ class RequestLimits:
 class Request:
     """A completion to sample, or the rest of one.
 
-    Its random numbers are those of the completion `index` of a prompt with `seed`, from the token on that is sampled
-    next: the first of `Sampling.max_tokens` if `max_tokens` is as large.
+    Its random numbers depend on `seed`, on `index`, and on how many tokens of the completion were sampled before:
+    `Sampling.max_tokens` − `max_tokens`. In `HFEngine`, they continue the numbers of these tokens.
     """
 
-    prompt: Prompt  # with turns, all before the present one
+    prompt: Prompt  # with turns, everything before the current turn
     tokens: Tensor  # (L,) what the completion already has after `prompt`
     seed: int
     index: int
     max_tokens: int  # how many tokens it may get at most
     add_features: Callable[[list[Prompt]], None] | None = None
-    """Adds the features of a frozen vision tower to the last parts of prompts, of many requests at once."""
+    """Adds the features of a frozen vision tower to the last part of each prompt, for many requests at once."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class Rollout:
     sampling_logp: Tensor
     """(L,) log-probability of each token under the distribution that it was drawn from, after temperature and top-p."""
     truncated: bool = False
-    """Whether the completion reached the length limit before a stop token or, with turns, a limit before its answer."""
+    """Whether the length limit came before a stop token or, with turns, a limit came before the end of the episode."""
     text: str = ""  # `Prompt.opening` and the decoded tokens, without the stop token; with turns, of the last turn
     finished: bool = True  # False: a later step continues it (parts/partial.py)
     tokens_by_step: dict[int, int] = field(default_factory=dict)
@@ -247,9 +247,9 @@ class Rewards:
 class Span:
     """A part of a completion with rewards of its own, such as a step of a solution."""
 
-    start: int  # of its characters in the text that rewards see, or, once they are gathered, of its tokens
+    start: int  # index of its first character in the text that rewards see; once gathered, of its first token
     end: int  # exclusive
-    rewards: Rewards  # what the completion would get if each reward were that of this part
+    rewards: Rewards  # those of the completion, with this part's own values in place of the completion's
 
 
 @dataclass(frozen=True)
@@ -281,12 +281,12 @@ class Completion:
     sampling_logp: Tensor  # (L,) log-probabilities under the distribution it was sampled from
     advantage: float | Tensor = 0.0  # advantage of the completion within its group, or (L,) of each of its tokens
     token_weight: float = 0.0  # weight of each of its tokens in the loss, from `grpo.token_weights`
-    num_stale: int = 0  # number of leading tokens, which the policies of earlier steps sampled
+    num_stale: int = 0  # number of leading tokens that the policies of earlier steps sampled
     trainer_logp: Tensor | None = None
     """(L,) the trainer's log-probabilities before the step, without dropout; see `Updater.with_logprobs`."""
     ref_logp: Tensor | None = None  # (L,) log-probabilities under the reference model, if there is a KL term
     teacher_logp: Tensor | None = None  # (L,) log-probabilities under the teacher, if there is one
-    trajectory: Trajectory | None = None  # with an environment; all other tensors are of the sampled tokens alone
+    trajectory: Trajectory | None = None  # with an environment; the tensors above cover only the sampled tokens
 
     @property
     def tokens(self) -> int:

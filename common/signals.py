@@ -10,7 +10,7 @@ from common import console, distributed
 from common.errors import Interrupted
 
 SAME_REQUEST = 5.0
-"""Seconds within which signals count as one: schedulers signal all processes; torchrun and run.sh pass theirs on."""
+"""Signals within so many seconds count as one: a scheduler's may come again through torchrun or run.sh."""
 
 
 def defer_signals(received: list[int]) -> None:
@@ -34,7 +34,7 @@ def defer_signals(received: list[int]) -> None:
             os.kill(os.getpid(), number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # under nohup, it stays ignored
             signal.signal(number, record)
 
 

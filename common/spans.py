@@ -17,8 +17,8 @@ def spread_over_tokens(
 ) -> Tensor:
     """Return the advantages of `rewards`, (P, G) or, if a completion has spans, (P, G, `max_length`).
 
-    Each token then has the advantage of its span; outside all spans, that of its completion. `advantages_of` also gets
-    the rewards of all spans of each group, as (P, spans), filled up with NaN.
+    Each token then has the advantage of its span; outside all spans, that of its completion. `advantages_of` is also
+    called with the rewards of all spans of each group, (P, spans), padded with NaN.
     """
     if not any(any(group) for group in rewards.spans):
         return advantages_of(rewards)
@@ -32,7 +32,7 @@ def spread_over_tokens(
 
 
 def of_completions(group: ScoredGroup, advantages: Tensor) -> list[Tensor]:
-    """Return the advantage of each completion of `group`, (), or those of its tokens, (L,); NaN if it is unscored.
+    """Return the advantage () of each completion of `group`, or those (L,) of its tokens; NaN if it is unscored.
 
     `advantages` (P, G) or (P, G, `max_length`) are those of the step.
     """

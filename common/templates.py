@@ -63,7 +63,7 @@ def template_variables(settings: Sequence[str], chat_template: str) -> dict[str,
 @functools.cache
 def variable_names(chat_template: str) -> set[str]:
     """Return the names of the variables that a chat template uses."""
-    standard = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", chat_template)  # marks of transformers, not of Jinja
+    standard = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", chat_template)  # tags that only transformers knows
     parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(standard)
     return jinja2.meta.find_undeclared_variables(parsed)
 
@@ -71,8 +71,8 @@ def variable_names(chat_template: str) -> set[str]:
 def write_chat(turns: Sequence[Turn], tokenizer: Any, variables: Mapping[str, Any], is_answered: bool = False) -> str:
     """Write `turns` with the chat template of a Hugging Face `tokenizer`, up to where the answer begins.
 
-    `is_answered`: the last turn is the answer, and none begins. `variables`: further variables of the template. Some
-    templates ignore text that is not in a list of parts. Raises ValueError if the template refuses the turns or leaves
+    `is_answered`: the last turn is the answer, so none begins. `variables`: further variables of the template. If it
+    leaves out a text, it gets all turns as lists of parts. Raises ValueError if it refuses the turns or still leaves
     out a text.
     """
     for as_parts in (False, True):
@@ -89,7 +89,7 @@ def write_chat(turns: Sequence[Turn], tokenizer: Any, variables: Mapping[str, An
 
 
 def control_tokens(tokenizer: Any) -> list[str]:
-    """Return the special tokens of a Hugging Face `tokenizer`, but for the tag, which always becomes an image."""
+    """Return the special tokens of a Hugging Face `tokenizer`, except `<image>`, which always becomes an image."""
     tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return [token for token in tokens if token != TAG]
 
@@ -97,8 +97,8 @@ def control_tokens(tokenizer: Any) -> list[str]:
 def answer_end(tokenizer: Any) -> tuple[str, str]:
     """Return the text that the chat template writes between an answer and the token that ends it, and that token.
 
-    It is the first control token after the answer: that of its end or, in templates that write none (GLM), that of the
-    next turn's role. The token is "" if there is neither. Raises ValueError if the template refuses an answer.
+    The token is the first control token after the answer: that of its end or, in templates without one (GLM), that of
+    the next turn's role. It is "" if there is neither. Raises ValueError if the template refuses an answer.
     """
     mark, control = "the answer", control_tokens(tokenizer)
     chat = [Turn("user", ["question"]), Turn("assistant", [mark])]

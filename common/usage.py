@@ -1,7 +1,7 @@
-"""What a script answers instead of its work: `--help` in sections, and what is wrong with the flags.
+"""What a script prints instead of doing its work: `--help` in sections, or our names for the flags of other libraries.
 
-`cli.parse` imports this file only then. A flag that TRL, verl or EasyR1 has under another name is looked up in the
-table of docs/peers.md.
+`cli.parse` imports this file only for these. The names that flags have in TRL, verl and EasyR1 are read from the table
+of docs/peers.md.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import tyro
 
 from common import console
 
-OTHERS = [("epsilon", "clip_low and --clip_high"), ("test_data", "eval_data")]  # before those of the table in:
+OTHERS = [("epsilon", "clip_low and --clip_high"), ("test_data", "eval_data")]  # looked up before the table of `PEERS`
 PEERS = pathlib.Path(__file__).parent.parent / "docs" / "peers.md"
 # The flags that most runs need, and those of what is in parts/. All others are in the sections of their classes.
 COMMON = ["task", "model", "data", "eval_data", "reward", "lora_rank", "learning_rate"]
@@ -74,7 +74,7 @@ def sections_of(config: type) -> list[tuple[str, type]]:
 
 
 def help_texts(config: type) -> dict[str, str]:
-    """Return the docstring of each flag as one line. tyro itself would keep the ends of the source's lines."""
+    """Return the docstring of each flag as one line. tyro itself would keep the line breaks of the source."""
     parsed = [docstring_parser.parse_from_object(each) for each in reversed(config.__mro__[:-1])]
     return {own.arg_name: " ".join((own.description or "").split()) for each in parsed for own in each.params}
 
@@ -88,7 +88,7 @@ def title_of(flags: type) -> str:
 
 
 def own_flag(given: str, names: set[str]) -> str | None:
-    """Return the one of the flags `names` that the argument `given` is called here, if another library has it."""
+    """Return our flag, one of `names`, for the argument `given`, if that is a flag of another library; else None."""
     other = given.lstrip("-+").replace("-", "_")
     is_flag = given.startswith("--") or re.fullmatch(r"[+\w]+\.[\w.]+", given)  # verl's: actor.optim.lr=1e-6
     if not is_flag or other.removeprefix("no_") in names:
@@ -98,7 +98,7 @@ def own_flag(given: str, names: set[str]) -> str | None:
 
 
 def peers() -> list[tuple[str, str]]:
-    """Return each name in the first table of docs/peers.md, and ours."""
+    """Return each flag of another library in the first table of docs/peers.md, with our flag for it."""
     text = PEERS.read_text(encoding="utf-8") if PEERS.is_file() else ""
     rows = [line.strip("| ").split(" | ") for line in text.partition("| here |")[2].partition("\n\n")[0].splitlines()]
     found = []

@@ -50,7 +50,7 @@ def summarise(predictions: list[dict], task: str, reason: str | None = None, int
     """Return the scores of a task; docs/evaluation.md defines them.
 
     Completions without a verdict are left out of `reward`, `exact_match` and pass@k; they count in everything else.
-    At most a tenth may have no verdict; `reason` says why one has none. `interval` returns that of a mean of values.
+    Raises UserError, with the `reason`, if more than a tenth have none. `interval` returns the interval of a mean.
     """
     responses = [response for row in predictions for response in row["responses"]]
     rewards = [reward for row in predictions for reward in row["rewards"]]
@@ -72,7 +72,7 @@ def shared_scores(total: dict, exact_by_row: list[list[bool]], rows: list[dict],
     """Return the score `total`, pass@k, the lengths and, with an environment, the calls.
 
     pass@k is given for k = 1, 2, 4, … from `least_k` on, and for the largest k for which every row has k completions.
-    Each value is a mean over the entries of `exact_by_row` that have at least k verdicts. A mean is pass@1 itself.
+    Each value is a mean over the entries of `exact_by_row` that have at least k verdicts. pass@1 is the accuracy.
     """
     scores: dict[str, Any] = {"n": len(rows), "completions_per_row": max(len(row["responses"]) for row in rows)} | total
     max_k = min(max(map(len, exact_by_row)), *(len(row["responses"]) for row in rows))

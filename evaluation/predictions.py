@@ -14,7 +14,7 @@ from evaluation.metrics import group_by, mean, summarise, verdicts
 from evaluation.scorer import Scorer
 from rewards import TASKS
 
-MAX_ANSWERS = 20  # largest number of gold answers whose rows also get scores of their own
+MAX_ANSWERS = 20  # with at most this many gold answers, the rows of each also get a score
 RULE_SCORED = "rule-scored"  # by rule, although the official scoring of the benchmark uses a server
 
 
@@ -67,7 +67,7 @@ def title(scores: dict) -> str:
 
 
 def column_names(scores: dict) -> tuple[str, str]:
-    """Return what the scores of a baseline, and those beside them, are called."""
+    """Return the titles of two columns of scores: the baseline's, and the one beside it."""
     return ("own picture", scores["picture"]) if "picture" in scores else ("baseline", "model")
 
 

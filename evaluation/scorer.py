@@ -23,8 +23,8 @@ from grading import answers
 from inputs.images import decode_image
 from rewards import MAX_REWARD, format_reward, get_task
 
-RESERVED = ("overlong", "no_verdict")  # metrics beside those of the rewards
-CALLS_TOGETHER = 32  # user-defined rewards that a worker computes one after the other, without asking for more
+RESERVED = ("overlong", "no_verdict")  # names of other metrics, which no reward may have
+CALLS_TOGETHER = 32  # maximum number of completions that a worker is given at once
 
 
 def _decoded_images(sample: Sample) -> list[Image.Image]:
@@ -94,9 +94,9 @@ class Scorer:
         threads = 8 if self.functions or "math" in self.weights else 1  # the others take microseconds
         self.threads = self.verifier.threads if self.verifier else threads
         self.workers = self._start_workers() if self.functions else None
-        self.reported: set[str] = set()  # what was noted: functions of whose spans, kinds of missing verdicts
+        self.reported: set[str] = set()  # what was printed: functions with spans too long, kinds of missing verdicts
         own = get_task(self.task)
-        self.format: Callable[[str], bool] | None = None  # the task's, if the reward depends on it, or it has its own
+        self.format: Callable[[str], bool] | None = None  # the task's; None: it has none, or no weight
         if self.weights[self.task] and (own.format is not format_reward or own.template == rewards.THINK_ANSWER):
             self.format = functools.partial(own.verdict, "format")
         self.unscored_reason = ""  # why the most recent unscored completion has no reward

@@ -14,7 +14,7 @@ _MARK = re.compile(r"<\|(?:begin|end)_of_box\|>")  # tokens that models put arou
 
 
 def without_marks(text: str) -> str:
-    """Remove the marks that models put around an answer: those of all models, since responses do not name theirs."""
+    """Remove the marks that models put around an answer: of all models, since a response does not name its model."""
     return _MARK.sub("", text)
 
 
@@ -58,12 +58,12 @@ _NUMBER = re.compile(
 
 
 def visible(text: str) -> str:
-    """Leave out what nobody sees: spaces without width, marks of direction and of order, hyphens that may break."""
+    """Remove invisible characters: zero-width spaces, direction marks, byte-order marks, soft hyphens."""
     return text if text.isascii() else "".join(c for c in text if unicodedata.category(c) != "Cf")
 
 
 def half_width(text: str) -> str:
-    """Replace full-width letters, digits and signs with ordinary ones, and leave out what nobody sees."""
+    """Replace full-width letters, digits and signs with ordinary ones, and remove invisible characters."""
     return "".join(unicodedata.normalize("NFKC", c) if "\uff00" <= c <= "\uffef" else c for c in visible(text))
 
 
@@ -231,8 +231,8 @@ SHORT = 100  # characters; a longer answer outside a box is treated as prose
 def answer_part(response: str) -> str:
     """Return the body of the last answer block, or the response without its think block if it has no answer block.
 
-    If a model has marked the answer in it, only that counts. A think block that is never closed results in an empty
-    answer.
+    If the model put marks around the answer, only the text between them counts. A think block that is never closed
+    results in an empty answer.
     """
     text = outside_thinking(response).partition("<think>")[0]
     pieces = _MARK.split((answer_blocks(text) or [text])[-1])

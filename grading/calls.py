@@ -15,8 +15,8 @@ from common.plugins import import_file
 ROOT = str(pathlib.Path(__file__).resolve().parent.parent)
 PARAMETERS = f"{pathlib.Path(__file__).resolve()}:parameters"
 AWAIT_ALL = f"{pathlib.Path(__file__).resolve()}:await_all"
-SPARE = 10.0  # seconds for calls that are awaited together, beside those of each
-AWAITED, AWAITED_WITH_IMAGES = 512, 64  # such calls that a worker is given; images take memory until all are answered
+SPARE = 10.0  # seconds added to the time limit of calls that are awaited together
+AWAITED, AWAITED_WITH_IMAGES = 512, 64  # calls per batch; images stay in memory until all calls end
 
 
 def load_function(name: str) -> Callable:
@@ -45,7 +45,7 @@ def parameters(name: str) -> tuple[list[str], list[str], bool, bool]:
 
 @dataclass(frozen=True)
 class UserReward:
-    """A reward that is a function of the user's, "file.py:function"; the rest is what `parameters` returns."""
+    """A reward function of the user: its name, "file.py:function", and what `parameters` returns for it."""
 
     name: str
     parameters: list[str]
@@ -63,7 +63,7 @@ class UserReward:
         return AWAITED_WITH_IMAGES if "images" in self.parameters else AWAITED
 
     def call_all(self, workers: Any, arguments: list[dict[str, Any]], seconds: float) -> list[Any]:
-        """Let `workers` call the function with what it takes of each of `arguments`, for at most `seconds` each."""
+        """Let `workers` call the function with what it takes from each of `arguments`. `seconds`: limit per call."""
         wanted = [{k: v for k, v in each.items() if self.accepts_any or k in self.parameters} for each in arguments]
         if not self.is_async:
             return workers.call_all(self.name, seconds, wanted)
@@ -78,7 +78,7 @@ class UserReward:
 
 
 def await_all(name: str, arguments: list[dict[str, Any]], seconds: float) -> list[Any]:
-    """Call an `async def` with each of `arguments`, many at once; in place of a result stands CallLost if it failed."""
+    """Call an `async def` with each of `arguments`, many at once; the result of a failed call is CallLost."""
     from asyncio import gather
 
     from grading.together import Together
@@ -100,7 +100,7 @@ def await_all(name: str, arguments: list[dict[str, Any]], seconds: float) -> lis
 def start_workers(count: int, names: list[str], may_hang: bool = True) -> Any:
     """Return a `WorkerPool` of `count` processes for the functions `names`.
 
-    Without parts/workers.py, return what calls them in this process, if they `may_hang` it.
+    Without parts/workers.py, return `DirectCalls` if functions `may_hang` the run, else raise ModuleNotFoundError.
     """
     if workers := extra("workers", is_needed=not may_hang):
         return workers.WorkerPool(count, names)
@@ -109,7 +109,7 @@ def start_workers(count: int, names: list[str], may_hang: bool = True) -> Any:
 
 
 def start_reward_workers(functions: dict[str, UserReward]) -> dict[str, Any]:
-    """Return the workers of each reward, by its name: two for all, and one of its own for each `async def`."""
+    """Return the workers of each reward by its name: a pool of two for plain functions, a worker per `async def`."""
     together = [function.name for function in functions.values() if not function.is_async]
     workers = start_workers(2, together) if together else None
     own = {name: [each.name, AWAIT_ALL] for name, each in functions.items() if each.is_async}
@@ -120,7 +120,7 @@ class DirectCalls:
     """Calls functions in this process, as a `WorkerPool` does in others, but with no limit of time."""
 
     def call_all(self, name: str, seconds: float, arguments: list[dict[str, Any]]) -> list[Any]:
-        """Call function `name` with each of `arguments`; in place of a result stands CallFailed if it raised."""
+        """Call function `name` with each of `arguments`; the result of a call that raised is CallFailed."""
         return [self._call(name, fields) for fields in arguments]
 
     def _call(self, name: str, fields: dict[str, Any]) -> Any:
@@ -131,17 +131,17 @@ class DirectCalls:
 
 
 def result_of(function: Callable, fields: dict[str, Any]) -> Any:
-    """Call a function, and return its result, a scalar of NumPy or torch as a number."""
+    """Call a function, and return its result; a scalar of NumPy or torch becomes a number."""
     return plain(function(**fields))
 
 
 def plain(value: Any) -> Any:
-    """Return `value`, a scalar of NumPy or torch as a number."""
+    """Return `value`; a scalar of NumPy or torch becomes a number."""
     return value.item() if hasattr(value, "item") else value
 
 
 def call(workers: Any, name: str, seconds: float, arguments: dict[str, Any]) -> Any:
-    """Let `workers` call function `name` once, and return its result. Raises what `call_all` returns as an error."""
+    """Let `workers` call function `name` once, and return its result. Raises CallFailed if the call failed."""
     (result,) = workers.call_all(name, seconds, [arguments])
     if isinstance(result, CallFailed):
         raise result

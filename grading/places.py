@@ -17,7 +17,7 @@ from grading.answers import answer_part
 
 Place = Sequence[float]
 Pair = tuple[int, int]
-COLUMN = re.compile(r"(?i)(?:gt_)?(?:(b?box(?:es)?)|points?)(?:_2d)?")  # of a row's places; group 1: of boxes
+COLUMN = re.compile(r"(?i)(?:gt_)?(?:(b?box(?:es)?)|points?)(?:_2d)?")  # columns with places; group 1: with boxes
 
 
 # --- coordinates ------------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def gold_places(fields: dict[str, Any], length: int) -> list[Place]:
 
 # --- what an answer says ----------------------------------------------------------------------------------------------
 
-MOST = 200  # places that are read in an answer; what follows is not
+MOST = 200  # maximum number of places that are read in an answer
 _NUMBER = r"\s*([-+]?\d{1,6}(?:\.\d{1,6})?)\s*"
 _OPEN, _SHUT = r"[\[(]", r"[\])]"
 _BOX = re.compile(
@@ -160,7 +160,7 @@ def contains(box: Place, point: Place) -> bool:
 
 
 def best_pairs(scores: Sequence[Sequence[float]]) -> list[Pair]:
-    """Return the pairs (row, column) whose sum of `scores` (N, M) is largest; each row and column is in one at most.
+    """Return the pairs (row, column) with the largest sum of `scores` (N, M); each row and column is in at most one.
 
     The Hungarian algorithm with potentials, O(N² M) for N ≤ M. `scipy.optimize.linear_sum_assignment` does the same,
     but SciPy is not a requirement.
@@ -168,7 +168,7 @@ def best_pairs(scores: Sequence[Sequence[float]]) -> list[Pair]:
     if scores and len(scores) > len(scores[0]):
         return sorted((row, column) for column, row in best_pairs(list(zip(*scores))))
     columns = len(scores[0]) if scores else 0
-    row_of: list[int] = [0] * (columns + 1)  # counted from 1; 0: none. Column 0 holds the row that is being placed.
+    row_of: list[int] = [0] * (columns + 1)  # of each column; 1 is the first, 0 is none. Column 0 has the row to place.
     u, v = [0.0] * (len(scores) + 1), [0.0] * (columns + 1)
     for row in range(1, len(scores) + 1):
         row_of[0], column = row, 0

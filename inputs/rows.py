@@ -92,7 +92,7 @@ def raw_rows(
     """Yield (source, row, locate) for each row of one data set. A row that is not a dictionary is a RowError.
 
     `default_split` is read when there are several splits and `spec` has no `@split`. The rows of a JSON file are all
-    yielded, as they are, unless `split_json` is set (see `_split_rows`). `columns` names the columns of a main.csv.
+    yielded, as they are, unless `split_json` is set (see `split_rows`). `columns` names the columns of a main.csv.
     """
     name, split = spec, None
     if "@" in spec and not pathlib.Path(spec).exists():
@@ -136,7 +136,7 @@ def split_config(name: str) -> tuple[pathlib.Path, str | None]:
 def locate_image(folders: Sequence[AnyPath], image: str, more: Callable[[str], list[str]] = lambda _: []) -> AnyPath:
     """Return the path of `image` in the first folder that has it, or in the first folder if none has it.
 
-    Accented letters may be composed in the row and decomposed in the file's name. `more` returns further forms of one.
+    Accented letters may be composed in the row and decomposed in the file's name. `more` returns further names.
     """
     names = [image, *(unicodedata.normalize(form, image) for form in ("NFC", "NFD"))]
     names += [other for name in names for other in more(name)]
@@ -161,7 +161,7 @@ def _read_text(path: str | AnyPath) -> str:
 
 
 def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Columns, processor: Any = None) -> Sample:
-    """Turn a row into a sample, its places as the model of `processor` writes them. Raises RowError if it cannot be."""
+    """Turn a row into a sample, with places in the coordinates of `processor`'s model. Raises RowError if it is bad."""
     if isinstance(row, RowError):
         raise row
     names = [columns.prompt or "prompt", columns.answer or "answer", columns.images or "images"]
@@ -179,7 +179,7 @@ def parse_row(row: dict | RowError, source: str, locate: Locate, columns: Column
 def is_plain(row: dict, names: list[str]) -> bool:
     """Return whether a row has a text, an answer and perhaps paths of images in the columns `names`, in this order.
 
-    Its other columns hold texts and numbers, of which none is the path of an image or a list.
+    Its other columns have ordinary names (not `NOT_PLAIN`) and hold numbers and texts, but no file, image or list.
     """
     prompt, answer, images = names
     others = {name: value for name, value in row.items() if name not in names}

@@ -1,7 +1,7 @@
 """Partial rollouts: sampling ends when enough prompts are complete, and the next step continues the others.
 
 The lengths of completions spread over two orders of magnitude, so a step that waits for its longest completion samples
-it almost alone. With `--oversample F`, F · P prompts are in flight where P are trained on:
+it almost alone. With `--oversample F`, F · P prompts are in flight, and P are trained on:
 
     in flight, oldest first:   p1 ... pP ... pFP      the last ones were drawn just now
     sampling ends:             when P of them are complete, that is, when all G completions of each are finished
@@ -42,7 +42,7 @@ PROMPT_FORMAT = ("template", "min_pixels", "max_pixels", "chat_template_kwargs")
 
 
 class PartialCollector(Collector):
-    """A collector that keeps prompts in flight over the end of a step."""
+    """A collector that keeps prompts in flight from one step to the next."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -60,7 +60,7 @@ class PartialCollector(Collector):
         ]
 
     def steps_left(self, step: int) -> int:
-        """Return the number of steps left after `step`; without `max_steps`, what is in flight does not count."""
+        """Return the number of steps left after `step`; without `max_steps`, prompts in flight count as not drawn."""
         finished = self.position - len(self.in_flight)
         return self.total_steps - (step if self.cfg.max_steps else finished // self.cfg.prompts_per_step)
 
@@ -105,11 +105,11 @@ class PartialCollector(Collector):
 
 
 def check_in_flight(cfg: Config, state: dict[str, Any]) -> None:
-    """Raise UserError if the prompts in flight of a checkpoint's `state`, if there are any, cannot go on with `cfg`."""
+    """Raise UserError if a checkpoint's `state` has prompts in flight that cannot be continued with `cfg`."""
     if "in_flight" not in state.get("collector", {}):
         return
     check_lengths(state["collector"]["in_flight"], cfg.max_completion_length)
-    saved = state["config"]  # with which they began
+    saved = state["config"]  # the flags with which they began
     need = "--resume: the checkpoint's prompts in flight need"
     then = "until a run with --oversample 1 has trained on them"
     try:
@@ -155,9 +155,9 @@ class StoppingRule:
     def choose(self, steps: Sequence[int], complete: Sequence[bool]) -> list[int] | None:
         """Return the indices of the prompts to train on, or None if sampling has to continue.
 
-        `steps` tells when each prompt was drawn, oldest first, and `complete` which are complete. The P oldest of these
-        prompts are chosen if there are as many, and if the rest can still be trained on in time: at most k · P of them
-        may be due within k steps, for every k. If all prompts are complete, there is nothing left to sample.
+        `steps` has the step in which each prompt was drawn, oldest first. The P oldest complete prompts are chosen if
+        there are P, and if the rest can be trained on in time: for every k, at most k · P of the rest may be due within
+        k steps. If all prompts are complete, the second condition does not count: nothing is left to sample.
         """
         chosen = [i for i, is_complete in enumerate(complete) if is_complete][: self.num_prompts]
         if len(chosen) < self.num_prompts:
@@ -199,9 +199,9 @@ def sample_until_enough(
 ) -> tuple[list[DrawnPrompt], list[DrawnPrompt]]:
     """Sample until enough of the prompts in `drawn` are complete. Call it on every process.
 
-    `local_indices` are those of the prompts that this process samples, and `generate(started, should_stop)` lets their
-    completions go on. Returns the prompts to train on, those of other processes without completions, and those that
-    stay in flight, of all processes, as `park` makes them. Both are in order, oldest first.
+    `local_indices` are those of the prompts that this process samples; `generate(started, should_stop)` continues their
+    completions. Returns two lists, oldest first: the prompts to train on, in which those of other processes have no
+    completions; and the prompts that stay in flight, with the completions of all processes, changed by `park`.
     """
     steps = [each.step for each in drawn]
     started = [drawn[i].rollouts or (NOT_STARTED,) * rule.num_generations for i in local_indices]
@@ -251,7 +251,7 @@ def partial_metrics(
     for rollout in rollouts:
         for sampled_in, count in rollout.tokens_by_step.items():
             tokens[min(step - sampled_in, max_staleness)] += count
-        tokens[0] += len(rollout.ids) - sum(rollout.tokens_by_step.values())  # a step without partial rollouts
+        tokens[0] += len(rollout.ids) - sum(rollout.tokens_by_step.values())  # not counted by step: no partial rollout
     shares = distributed.all_sum(tokens)
     shares = (shares / shares.sum()).tolist()
     waiting = sum(each.is_complete for each in in_flight)

@@ -36,7 +36,7 @@ TABLES = (
     ("policy.optimizer", "OPTIMIZERS", "", ""),
     ("policy.sharding", "AFTER_UPDATE", "", ""),
 )
-# in config.json
+# not free for flags: `--help`, and other names in config.json
 TAKEN = ("help", "total_steps", "world_size", "command", "git_commit", "plugin_sha256", "plugin_flags")
 
 
@@ -57,7 +57,7 @@ def launch_with(
     check_entries(cfg)
     try:
         main(cfg)
-    except SystemExit as error:  # it would end a run that has no model with status 0
+    except SystemExit as error:  # it would end an unfinished run with status 0
         raise RuntimeError("a function of a plugin or a reward has called exit()") from error
 
 
@@ -102,7 +102,7 @@ def with_flags(config: type, plugin: ModuleType) -> type:
 
 
 def _check_flag(where: str, field: dataclasses.Field, hint: Any) -> None:
-    """Raise UserError unless a field of `Flags` can be a flag, and has a default of its type, if it has one."""
+    """Raise UserError if a field of `Flags` cannot be a flag, or has a default that is not of its type."""
     if not field.init:
         raise UserError(f"{where}: {field.name} has init=False, so that it is no flag: make it a constant of the file")
     own = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -112,7 +112,7 @@ def _check_flag(where: str, field: dataclasses.Field, hint: Any) -> None:
         pydantic.TypeAdapter(hint).validate_python(own, strict=True)
     except pydantic.ValidationError:
         raise UserError(f"{where}: the default of {field.name}, {own!r:.40}, is no {hint!s:.80}") from None
-    except pydantic.PydanticUserError:  # of a type that config.json cannot hold
+    except pydantic.PydanticUserError:  # pydantic does not know the type; `_is_plain` checks the value
         pass
 
 
@@ -127,7 +127,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def check_entries(cfg: Any) -> None:
-    """Raise UserError for entries that cannot be used, and let those that `cfg` uses check what they return."""
+    """Raise UserError for entries that cannot be used, and add checks of what those that `cfg` uses return."""
     for module, name, kind, flag in TABLES:
         if home := sys.modules.get(module):
             chosen = getattr(cfg, flag, None) if flag else None
@@ -151,7 +151,7 @@ def _check_table(table: Any, name: str, kind: Any, flag: str, chosen: str | None
 
 
 def _check_algorithm(cfg: Any) -> None:
-    """Check what a training run with the flags `cfg` uses, and let it check what it returns."""
+    """Check the entries that a training run with the flags `cfg` uses, and add checks of what they return."""
     from policy.optimizer import OPTIMIZERS
     from policy.sharding import AFTER_UPDATE
     from training.prompt_stream import ORDERS
@@ -221,7 +221,7 @@ def _checked(where: str, function: Callable, given: Sequence[Any], expected: lis
 
 
 def _versions(values: Sequence[Any]) -> list[Any]:
-    """Return how often each of `values` that is a tensor, or lies in a dataclass, was changed in place."""
+    """Return how often each tensor in `values`, or in a dataclass among them, was changed in place."""
     own = [each for each in values if dataclasses.is_dataclass(each)]
     inner = [_versions([getattr(each, field.name) for field in dataclasses.fields(each)]) for each in own]
     return [inner, *(getattr(each, "_version", None) for each in values)]
@@ -248,7 +248,7 @@ def checked_order(order: Callable) -> Callable:
 
 
 def checked_optimizers(make: Callable) -> Callable:
-    """Return what makes optimizers, and checks them.
+    """Return `make`, with checks of the optimizers that it returns.
 
     Each trained parameter, and nothing else, must be in exactly one. A schedule must be a LambdaLR, which checkpoints
     restore.
@@ -277,7 +277,7 @@ def checked_optimizers(make: Callable) -> Callable:
 
 
 def checked_maker(name: str, entry: Any) -> Callable:
-    """Return what makes the sampler of `entry`, which then checks what it returns."""
+    """Return what makes the sampler of `entry`, with checks of the outputs that its `generate` returns."""
     from rollout import Engine
 
     def checked(flags: Any, model: str, processor: Any, *others: Any) -> Any:
@@ -311,7 +311,7 @@ def check_outputs(outputs: Any, requests: Sequence, processor: Any) -> None:
 
 
 def _fault(output: Any, longest: int, vocabulary: int) -> str:
-    """Return what an output is, if it cannot be used; else ""."""
+    """Describe an output that cannot be used; return "" for one that can."""
     found = ", ".join(form(getattr(output, name, None)) for name in ("ids", "logp"))
     if not re.fullmatch(r"int64 (\(\d+,\)), float \1", found):
         return found

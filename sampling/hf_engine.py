@@ -29,8 +29,8 @@ from policy.model import Policy, stop_tokens
 from policy.sharding import sampler_weights, unsharded
 
 Tokenizer: TypeAlias = transformers.PreTrainedTokenizerBase
-PAUSE_EVERY = 16  # tokens after which a sampler asks whether there is enough
-THREADS = 16  # requests that ask at the same time what follows them
+PAUSE_EVERY = 16  # number of tokens between two calls of `should_stop`
+THREADS = 16  # threads that call `then`, which returns what follows a request
 NOTHING = Output(torch.empty(0, dtype=torch.long), torch.empty(0))
 
 
@@ -68,7 +68,7 @@ class HFEngine:
     ) -> list[Output]:
         """See `rollout.Engine.generate`.
 
-        What follows is sampled in rounds: the first turns of all completions, then all second ones. So batches and
+        Turns are sampled in rounds: the first turns of all completions, then all second turns, etc. So batches and
         rounding do not depend on how long `then` takes. A request that has ended is over if nothing follows it.
         """
         outputs: dict[int, Output] = {}
@@ -94,7 +94,7 @@ class HFEngine:
     ) -> tuple[dict[int, Output], bool]:
         """Sample `requests` to their ends, as many at once as memory has room for.
 
-        Returns their outputs, and whether `is_enough` stopped it: that is given those which have ended.
+        Returns their outputs, and whether `is_enough`, given the indices of those that have ended, stopped sampling.
         """
         outputs: dict[int, Output] = {}
         paused = False
@@ -115,9 +115,9 @@ class HFEngine:
         return outputs, paused
 
     def _halve_batch(self, sequences: int) -> None:
-        """From now on, sample at most half of `sequences` at once, for which the memory was too small.
+        """From now on, sample at most half as many as `sequences` at once, for which the memory was too small.
 
-        Raises RunStopped if this is none.
+        Raises RunStopped if that is 0.
         """
         self.max_sequences = sequences // 2
         if not self.max_sequences:
@@ -133,8 +133,8 @@ class HFEngine:
     ) -> tuple[list[Output], bool]:
         """Sample until every request has a stop token or `max_tokens`, or until `pause` returns True.
 
-        `pause` is called now and then with the sequences that have ended, as (B,). Returns the outputs, and whether it
-        was paused.
+        `pause` is called every `PAUSE_EVERY` tokens with a (B,) bool tensor: which sequences have ended. Returns the
+        outputs, and whether it was paused.
         """
         limits = torch.tensor([request.max_tokens for request in requests], device=self.model.device)
         uniforms, stop = _uniforms(requests, sampling).to(limits.device), self.stop.to(limits.device)
@@ -253,7 +253,7 @@ def _followers(then: Callable[[int, Output], Request | None], ended: dict[int, O
 
 
 def _prefixes(requests: list[Request]) -> list[tuple[Prompt, Tensor, int]]:
-    """Return what to prefill for each request; completions of a prompt that have not started share it (`_prefill`)."""
+    """Return the prefixes for `_prefill`: one per request, but only one for a prompt's completions without tokens."""
     numbered = [(id(each.prompt), b if len(each.tokens) else -1, each) for b, each in enumerate(requests)]
     groups = [list(group) for _, group in itertools.groupby(numbered, lambda each: each[:2])]
     return [(group[0][2].prompt, group[0][2].tokens, len(group)) for group in groups]
@@ -266,7 +266,7 @@ def continued_position_ids(prompt: Prompt, tokens: int) -> Tensor:
 
 
 def _uniforms(requests: list[Request], sampling: Sampling) -> Tensor:
-    """Return (B, tokens) random numbers in [0, 1), padded with zeros. Larger limits only append numbers."""
+    """Return (B, tokens) random numbers in [0, 1), padded with zeros. A larger `max_tokens` only appends numbers."""
 
     def of_prompt(seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)

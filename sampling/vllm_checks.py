@@ -10,8 +10,8 @@ from torch import Tensor
 from common.errors import UserError
 from common.records import Prompt
 
-TOLERANCE = 0.03  # between pixels: one of 256 grey levels, in units of the image mean, and rounding to bfloat16
-# At sharp edges, torchvision and Pillow resize differently: so large a share of the pixels may differ by up to this.
+TOLERANCE = 0.03  # of normalised pixels: one of 256 grey levels, and rounding to bfloat16
+# At sharp edges, torchvision and Pillow resize differently: a share OUTLIERS of pixels may differ by up to LARGEST.
 OUTLIERS, LARGEST = 0.01, 0.15
 
 

@@ -74,8 +74,8 @@ class VLLMEngine:
             for name, weight in sampler_weights(policy):
                 yield name, weight.to(self.llm.model_config.dtype)
 
-        # `start_vllm` takes care that vLLM holds all weights as it loads them. Its `reload_weights` would arrange them
-        # again, but loads each twice, keeps some that FSDP frees meanwhile, and fails for some experts (docs/log.md).
+        # `start_vllm` makes vLLM keep weights in the layout in which it loads them. Its `reload_weights` can change the
+        # layout, but loads each twice, keeps some that FSDP frees meanwhile, and fails for some experts (docs/log.md).
         self.llm.apply_model(lambda model: model.load_weights(stream()))
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
@@ -123,7 +123,7 @@ class VLLMEngine:
                 detokenize=False,
             )
 
-        self.rendered: dict[str, Any] = {}  # a prompt with features for each of the sizes of its images
+        self.rendered: dict[str, Any] = {}  # a prompt with features, by its image sizes; see `with_features`
         return RequestLoop(self.llm, requests, self._render, params, *others).run()
 
     def _check_pixels(self, prompts: Sequence[Prompt]) -> None:
@@ -137,7 +137,7 @@ class VLLMEngine:
             self.pixels_checked = True
 
     def _render(self, prompt: Prompt) -> dict[str, Any]:
-        """Let vLLM prepare a prompt and its images. Raises UserError if it refuses it, or makes other tokens of it."""
+        """Let vLLM prepare a prompt and its images. Raises UserError if vLLM refuses it, or makes other tokens."""
         sizes = str(prompt.vision["image_grid_thw"].tolist()) if self._takes_features(prompt) else ""
         if sizes in self.rendered:
             return with_features(self.rendered[sizes], prompt)

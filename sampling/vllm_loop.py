@@ -1,4 +1,4 @@
-"""Running requests in vLLM, and what follows them: turns, and what is left of partial rollouts."""
+"""Run requests in vLLM, begin the turns that follow them, and keep the tokens of interrupted requests."""
 
 import itertools
 import time
@@ -18,7 +18,7 @@ from common.records import Output, Prompt, Request
 from sampling.hf_engine import NOTHING, PAUSE_EVERY, THREADS, encode_images
 
 ADDED_TOGETHER = 32  # requests that are prepared on the host while the GPU works on the iteration before
-GATHER = 0.05  # seconds in which turns that become ready begin together, if vLLM has nothing to do
+GATHER = 0.05  # if vLLM is idle, seconds to wait for further turns, so that they begin together
 
 
 class RequestLoop:
@@ -33,24 +33,24 @@ class RequestLoop:
         then: Callable[[int, Output], Request | None] | None = None,
         should_stop: Callable[[Set[int]], bool] | None = None,
     ):
-        """`render` makes an `EngineInput` of a prompt, and `params` `SamplingParams`. The rest: `Engine.generate`."""
+        """`render`: prompt to `EngineInput`. `params`: request to `SamplingParams`. The rest: see `Engine.generate`."""
         self.engine, self.render, self.params, self.then = llm.llm_engine, render, params, then
-        self.requests = list(requests)  # the last one in the place of each
-        self.outputs: dict[int, Output] = {}  # of the last requests, if they have ended
-        self.over: set[int] = set()  # with nothing that follows
+        self.requests = list(requests)  # each is replaced by the one that follows it
+        self.outputs: dict[int, Output] = {}  # of those `requests` that have ended
+        self.over: set[int] = set()  # indices of requests that nothing follows
         self.should_stop = should_stop or (lambda over: len(over) == len(requests))
         longest_first = sorted(range(len(requests)), key=lambda i: -requests[i].prompt.expected_length)
         self.waiting = deque(longest_first)  # requests that have not begun
         encode_images(self.requests)
         self.prepared: dict[int, dict] = {}  # the `EngineInput` of each prompt, by its id
         self.answered: SimpleQueue[Future[tuple[int, Request | None]]] = SimpleQueue()
-        self.in_threads = 0  # requests whose `then` has not been taken
+        self.in_threads = 0  # number of calls of `then` whose results have not been taken
 
     def run(self) -> list[Output]:
-        """Return the outputs in order. Raises UserError if vLLM refuses a request, and gives the others up.
+        """Return the outputs in order. Raises UserError if vLLM refuses a request; the others are aborted.
 
-        `should_stop` is asked every `PAUSE_EVERY` iterations, also if this process has nothing left to do, so that
-        several processes can ask each other. What has not ended then is aborted.
+        `should_stop` is called every `PAUSE_EVERY` iterations, even if this process has nothing left to do, because
+        other processes may wait in it. When it returns True, what has not ended is aborted, and its tokens are kept.
         """
         pool = ThreadPoolExecutor(THREADS)
         progress = console.progress(desc="sampling", total=len(self.requests), unit="completion")
@@ -67,7 +67,7 @@ class RequestLoop:
                         if output.finished:
                             self._end(output, pool)
                     bar.update(len(self.over) - bar.n)
-            while self.in_threads:  # they have turns that must not be forgotten
+            while self.in_threads:  # they have turns that must not be lost
                 self._take(self.answered.get())
             self._interrupt()
         finally:
@@ -89,7 +89,7 @@ class RequestLoop:
             raise UserError(f"{request.prompt.source}: vLLM refuses the request: {error}") from error
 
     def _prepare(self, prompt: Prompt) -> dict:
-        """Return a prompt as vLLM takes it. It is rendered once; of a later turn's prompt, only what is new is."""
+        """Return a prompt as vLLM takes it. It is rendered once; for a later turn, only what was added is."""
         if id(prompt) not in self.prepared:
             if prompt.extends:
                 before, added = prompt.extends
@@ -110,7 +110,7 @@ class RequestLoop:
             self.over.add(i)
 
     def _follow(self) -> None:
-        """Begin what follows requests that have ended. If vLLM is idle, wait for one, and shortly for others.
+        """Begin what follows requests that have ended. If vLLM is idle, wait for one, then `GATHER` seconds for others.
 
         An iteration in which a request begins takes several times as long as one that only decodes. Therefore, requests
         are added together, every few iterations.
@@ -128,7 +128,7 @@ class RequestLoop:
         encode_images([self.requests[i] for i in itertools.islice(self.waiting, first, None)])
 
     def _take(self, answer: Future[tuple[int, Request | None]]) -> None:
-        """Let the request that follows another one wait for its beginning."""
+        """Take a result of `then`: queue the request that follows, or note that none follows."""
         self.in_threads -= 1
         i, request = answer.result()
         if request:
@@ -158,14 +158,14 @@ def request_seed(request: Request, max_tokens: int) -> int:
 
 
 def image_names(prompt: Prompt) -> list[str]:
-    """Return by which names vLLM knows the images of `prompt`; equal ones have the same."""
+    """Return the names of the images of `prompt` for vLLM; prompts with the same images have the same names."""
     return [f"{prompt.image_digest.hex()}-{i}" for i in range(len(prompt.images))]
 
 
 def with_features(like: dict, prompt: Prompt) -> dict:
-    """Return the `EngineInput` of a prompt with features, made `like` that of one with images of the same sizes.
+    """Return the `EngineInput` of a prompt with features, made from `like`, that of one with the same image sizes.
 
-    vLLM itself takes 1 to 3 ms for it, in which a GPU waits for all turns that begin.
+    vLLM itself takes 1 to 3 ms for each prompt, and the GPU would wait for those of all turns that begin.
     """
     places, items = like["mm_placeholders"]["image"], like["mm_kwargs"]["image"]
     lengths = [place.length for place in places]

@@ -75,7 +75,7 @@ def keep_logits_in_float32(model: torch.nn.Module) -> None:
 def take_experts_of_trainer(model: torch.nn.Module) -> None:
     """Make vLLM's `model` take weights of all experts of a layer as the trainer has them, (experts, out, in).
 
-    vLLM 0.25 tells from their shape how they lie. Newer releases expect them transposed, as Qwen3-VL-MoE was published.
+    vLLM 0.25 finds their layout from the shape. Newer releases expect them transposed, as Qwen3-VL-MoE is published.
     """
     for module in model.modules():
         if hasattr(module, "is_fused_checkpoint_transposed"):
@@ -114,7 +114,7 @@ def start_vllm(
                 use_tqdm_on_load=False,  # no progress bars for loading weights and capturing graphs
                 logprobs_mode="processed_logprobs",  # computed after temperature and top-p
                 mamba_ssm_cache_dtype="float32",  # the states of Qwen3.5, as in the trainer
-                moe_backend="triton",  # the kernels of FlashInfer rearrange the weights, which a sync would then spoil
+                moe_backend="triton",  # FlashInfer's kernels rearrange the weights, so a sync would corrupt them
                 **options,
             )
             llm.apply_model(keep_logits_in_float32)

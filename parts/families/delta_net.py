@@ -4,7 +4,7 @@ Three of four layers of Qwen3.5 have no keys to attend to. Each of their heads r
 
     S_t = exp(g_t) S_{t-1} + k_t u_tᵀ        u_t = β_t (v_t - exp(g_t) S_{t-1}ᵀ k_t)        o_t = S_tᵀ q_t
 
-The state first decays (g_t ≤ 0). What it then holds for the key k_t is replaced by the value v_t, as far as β_t says:
+The state first decays (g_t ≤ 0). Then the value that it holds for the key k_t moves towards v_t, by the fraction β_t:
 the delta rule. Before that, a causal convolution mixes q, k and v with those of the three tokens before.
 
 Such a layer is a function of tokens and states. On a packed sequence, it runs over all prompts, and then over all
@@ -132,9 +132,9 @@ def _with_states(
 
 # --- on a GPU -----------------------------------------------------------------------------------------------------
 
-# One variant of each kernel of flash-linear-attention: block sizes, warps, stages. By itself, it compiles and times up
-# to 25 variants of each, for several kinds of input, which took more than four minutes on an H200 (docs/log.md). These
-# variants ran there; on GPUs that are not Hopper, it still chooses its own, which fit their memory.
+# One variant of each kernel of flash-linear-attention: block sizes, warps, stages. The library would compile and time
+# up to 25 variants of each, for several kinds of input, which took more than four minutes on an H200 (docs/log.md).
+# These variants ran there; on GPUs that are not Hopper, the library still chooses variants that fit their memory.
 HOPPER_VARIANTS = {
     "modules.norm.l2norm.l2norm_fwd_kernel": ({"BT": 32}, 4, 2),
     "modules.norm.l2norm.l2norm_bwd_kernel": ({"BT": 32}, 4, 2),
@@ -206,7 +206,7 @@ def causal_conv(x: Tensor, weight: Tensor, state: Tensor | None, sequences: Sequ
     """Mix each channel of `x` (tokens, C) with the W - 1 tokens before, by `weight` (C, W), and apply SiLU.
 
     `state` (N, C, W - 1) holds the tokens before each sequence; None: zeros. Returns the result and the last W - 1
-    tokens of each sequence, among which tokens from before a short sequence may be.
+    tokens of each sequence; for a sequence shorter than that, these begin with tokens of `state`.
     """
     channels, width = weight.shape
     padded = _pad(x, sequences).transpose(1, 2)  # (N, C, L)
@@ -268,8 +268,8 @@ def _inverse(a: Tensor) -> Tensor:
 
         (P 0; R Q)⁻¹ = (P⁻¹ 0; -Q⁻¹ R P⁻¹ Q⁻¹)
 
-    A triangular solver of LAPACK would give the same, but it takes turns with other threads for every single matrix,
-    which on a busy CPU took ten times as long as everything else.
+    A triangular solver of LAPACK would give the same, but it passes every single matrix between threads, which
+    on a busy CPU took ten times as long as everything else.
     """
     index = torch.arange(a.shape[-1])
     inverse, size = torch.eye(len(index), dtype=a.dtype).expand_as(a), 1

@@ -24,7 +24,7 @@ def prepare_experts(model: transformers.PreTrainedModel) -> None:
     one_by_one = getattr(modeling_aria, "AriaGroupedExpertsGemm", ())  # newer releases of transformers have none
     for name, router in routers(model).items():
         choose = _logits if isinstance(router, nn.Linear) else _choose_experts
-        router.forward = types.MethodType(choose, router)  # torch.compile takes methods of all layers for the same
+        router.forward = types.MethodType(choose, router)  # torch.compile treats methods of all layers as the same
         experts = model.get_submodule(name.rpartition(".")[0]).experts
         experts.forward = types.MethodType(_in_input_dtype, experts)
         for module in experts.modules():
@@ -33,10 +33,10 @@ def prepare_experts(model: transformers.PreTrainedModel) -> None:
 
 
 def _in_input_dtype(experts: nn.Module, hidden: Tensor, *routing: Tensor) -> Tensor:
-    """Run `experts` and round their output, a sum weighted in float32, like their input.
+    """Run `experts` and round their output, a sum with float32 weights, to the dtype of their input.
 
-    Of grouped products, torch.compile takes only those in bfloat16. Adapted experts (PEFT's) get a new class in each
-    call, and would be compiled anew each time.
+    torch.compile accepts grouped products only in bfloat16. Adapted experts (PEFT's) get a new class in each call,
+    and would be compiled anew each time.
     """
     is_traced = hidden.dtype == torch.bfloat16 and not hasattr(experts, "base_layer")
     forward = type(experts).forward if is_traced else _forward_uncompiled

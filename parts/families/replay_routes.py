@@ -2,9 +2,9 @@
 
 Sampler and trainer round differently, so a mixture of experts sends some tokens to other experts in training than in
 sampling. Such a token is trained on another function than the one that sampled it. Here the trainer, and a reference,
-take the sampler's choices; the weights of the chosen experts are their own, and have gradients. This is the routing
-replay of Ma et al. 2025 (arXiv:2510.11370). docs/cluster.md has figures. vLLM returns its choices only with its own
-scheduler, which is slower than ours, and they take k bytes a token and layer of host memory.
+use the experts that the sampler chose, but compute their weights themselves, with gradients. This is the routing replay
+of Ma et al. 2025 (arXiv:2510.11370). docs/cluster.md has figures. vLLM returns its choices only with its own scheduler,
+which is slower than ours, and the choices take k bytes of host memory per token and layer.
 
 Shapes: S tokens of a prompt, L of a completion, T of a micro-batch, M layers, E experts, k experts per token.
 """
@@ -39,7 +39,7 @@ def forget_and_sync(engine: VLLMEngine, policy: Policy) -> None:
 
 
 def collect_and_share(collector: Collector, *given: Any) -> Any:
-    """Collect a step's groups; then every process has all choices, since completions move between processes."""
+    """Collect a step's groups, and give all choices to every process, since completions move between processes."""
     collected = collect(collector, *given)
     for others in distributed.all_gather(dict(ROUTES)):
         ROUTES.update(others)
@@ -57,7 +57,7 @@ def choose_as_sampled(router: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor
 
 
 def sampled_routes(batch: PackedBatch, shape: tuple[int, int]) -> Tensor:
-    """Return the sampler's experts (T, M, k) for the tokens of `batch`, given `shape`, M and k."""
+    """Return the sampler's experts (T, M, k) for the tokens of `batch`; `shape` is (M, k)."""
     lengths = batch.segments.q_lens  # of the prompts, then of the completions
     tokens = [tuple(each.tolist()) for each in batch.input_ids[0].cpu().split(lengths)]
     routes = [torch.full((length, *shape), UNKNOWN) for length in lengths]
@@ -66,7 +66,7 @@ def sampled_routes(batch: PackedBatch, shape: tuple[int, int]) -> Tensor:
         found = ROUTES.get((tokens[prompt], tokens[i]))
         if found is not None:
             routes[prompt], routes[i][:-1] = found[: lengths[prompt]].long(), found[lengths[prompt] :].long()
-        elif any(tokens[i]):  # it is no dummy
+        elif any(tokens[i]):  # it is not a dummy
             raise RunStopped(f"replay_routes: no experts are known for a completion: {WHAT_TO_DO}", 1)
     return torch.cat(routes)
 

@@ -14,14 +14,14 @@ from sampling.vllm_loop import RequestLoop
 from sampling.vllm_start import start_vllm, undo_global_changes
 
 Tokens = tuple[tuple[int, ...], tuple[int, ...]]  # of a prompt and of a completion
-ROUTES: dict[Tokens, Tensor] = {}  # experts (S + L - 1, M, k) of completions, but for the last token
+ROUTES: dict[Tokens, Tensor] = {}  # experts (S + L - 1, M, k) of all tokens but the last
 end = RequestLoop._end
 
 
 def start_with_routes(flags: Any, model: str, *others: Any) -> Any:
-    """Start vLLM as `start_vllm` does, but so that it returns its choices, which needs its own scheduler.
+    """Start vLLM as `start_vllm` does, but with its own scheduler, so that it returns its choices.
 
-    Raises UserError for a model of another kind than Qwen3-VL-MoE.
+    Raises UserError if the model is not a Qwen3-VL-MoE.
     """
     config = load_config(model)
     if config.model_type != "qwen3_vl_moe":
@@ -39,7 +39,7 @@ def start_with_routes(flags: Any, model: str, *others: Any) -> Any:
 
 
 def keep_and_end(loop: RequestLoop, output: Any, pool: Any) -> None:
-    """Keep the choices for a completion that has ended. Raises RunStopped if they are not those of each token."""
+    """Keep the choices for a completion that has ended. Raises RunStopped if a token's are missing."""
     (sampled,) = output.outputs
     tokens = tuple(output.prompt_token_ids), tuple(sampled.token_ids)
     found = torch.empty(0) if sampled.routed_experts is None else torch.from_numpy(sampled.routed_experts)

@@ -167,10 +167,10 @@ class DecodeScheduler(AsyncScheduler):
         return Member(request, computed, outputs, tokens_left)
 
     def _admits_more(self) -> bool:
-        """Return whether enough waiting requests could start to dissolve the batch for them.
+        """Return whether so many waiting requests could start that the batch is dissolved for them.
 
-        The first one needs blocks for its tokens, and one more for each running request: if it took the last blocks,
-        vLLM would soon have to interrupt a request and to compute it anew.
+        Blocks must be free for the tokens of the first one, and one more for each running request. If the first one
+        took the last blocks, vLLM would soon have to interrupt a request and to compute it anew.
         """
         skipped = getattr(self, "skipped_waiting", ())  # a queue of its own in releases up to 0.30
         waiting = len(self.waiting) + len(skipped)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 HEAD_DIM = 128  # the only one measured; for others, such as 16 and 80, the backward pass of 4.0.0b19 is inconsistent
-MIN_LONGEST = 256  # without a segment longer than a block (80 or 128), the backward pass would be compiled anew
+MIN_LONGEST = 256  # least length to pass: below a block (80 or 128), the backward pass would be compiled anew
 
 
 def is_available() -> bool:

@@ -58,7 +58,7 @@ class HostCopyPlanner(DefaultSavePlanner):
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """Return a copy of `tensor` in host memory, made beside what the GPU does for training.
+    """Return a copy of `tensor` in host memory, made while the GPU continues to train.
 
     Each piece goes through a pinned buffer, because a copy to pageable memory would occupy the driver.
     """

@@ -25,7 +25,7 @@ class Mfu:
         self.flops += self.count(batch)
 
     def metrics(self, seconds: float) -> dict[str, float]:
-        """Return the metric of the updates of a step, which took so long. All processes must call this together."""
+        """Return the metric of the updates of a step, which took `seconds`. All processes must call this together."""
         flops = distributed.all_sum(torch.tensor(self.flops, dtype=torch.float64)).item() / distributed.world_size()
         self.flops = 0.0
         return {"mfu": flops / seconds / peak_flops()}
@@ -38,9 +38,9 @@ def peak_flops() -> float:
 
 
 def _pairs(queries: int, keys: int, window: float) -> float:
-    """Return how many keys the queries of a segment attend to in total; both end at the same token."""
+    """Return how many keys the queries of a segment attend to in total; the last key is that of the last query."""
 
-    def seen(length: float) -> float:  # by as many queries as keys
+    def seen(length: float) -> float:  # with `length` queries and as many keys
         return length * length / 2
 
     out_of_sight = seen(max(0.0, keys - window)) - seen(max(0.0, keys - queries - window))
@@ -56,7 +56,7 @@ def flop_counter(policy: Policy) -> Callable[[PackedBatch], float]:
     token takes six operations per element of the heads' states.
 
     In the backward pass, attention costs twice the forward pass. For the rest, the gradients of the activations cost as
-    much as the forward pass, and those of the weights as much times the fraction of the weights that are trained.
+    much as the forward pass; those of the weights cost as much times the fraction of the weights that is trained.
     """
     model = language_model(policy.model)
     config = model.config

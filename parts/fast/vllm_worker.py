@@ -2,7 +2,7 @@
 
 vLLM gives its memory back before the trainer works, and takes it again afterwards, block by block. One large block
 takes less time than many: 0.01 s instead of the 0.1 s of 183 blocks for the 3B model's weights on one H200
-(docs/log.md). Processes on one host wait for each other here.
+(docs/log.md). Processes on one host wait for each other meanwhile.
 
 vLLM expects a GPU of its own. Other programs on the same GPU may here take and give back memory at any time.
 """
@@ -25,7 +25,7 @@ NO_LIMIT = (2**64 - 1) // 2**20  # PyTorch's default of `max_split_size_mb`
 def prepare_worker(weight_bytes: int, has_limit: bool = False) -> dict[str, str]:
     """Prepare `OneBlockWorker` for weights of this size that the trainer will send, and return vLLM's options for it.
 
-    0: vLLM reads the saved weights, with its own worker. `has_limit`: whether the run may use only part of the GPU.
+    If 0, vLLM reads the saved weights with its own worker. `has_limit`: whether the run may use only part of the GPU.
     """
     # vLLM makes the worker from its name, so these cannot be arguments
     OneBlockWorker.weight_bytes, OneBlockWorker.has_limit = weight_bytes, has_limit
@@ -51,7 +51,7 @@ class OneBlockWorker(Worker):
         super().load_model(load_dummy_weights=load_dummy_weights)
 
     def determine_available_memory(self) -> int:
-        """Return the size of the KV cache: at most what as many sequences as vLLM decodes at a time can fill.
+        """Return the size of the KV cache: at most what `max_num_seqs` sequences of maximum length can fill.
 
         A larger one would be of no use, and vLLM resets all its blocks after each sync: 0.1 s a step for a small model.
         On a shared GPU, only PyTorch's own count tells what vLLM needs itself.

@@ -1,8 +1,8 @@
 """Episodes of several turns (`--env`, docs/turns.md): the model samples a turn, an environment answers it, and so on.
 
-Imports everything up to `training`. `data.processor_for` asks for it. Start reading at `environment.py`, whose
-`RunEnvironment` a run then calls; `episodes.py` has the episodes, `replies.py` what they see as tokens, `worker.py`
-what runs in the workers, `metrics.py` what is measured, and `parked.py` those that wait for a later step, and
+Imports everything up to `training`. `data.processor_for` imports it. Start reading at `environment.py`, whose
+`RunEnvironment` a run then calls; `episodes.py` has the episodes, `replies.py` makes tokens of answers, `worker.py`
+runs in the workers, `metrics.py` computes metrics, `parked.py` stores episodes that wait for a later step, and
 `trial.py` tries an environment without a model.
 """
 

@@ -59,7 +59,7 @@ class RunEnvironment:
         return parked(rollout)
 
     def restored(self, rollout: Rollout, processor: Processor) -> Rollout:
-        """Return what `parked` was given."""
+        """Undo `parked`."""
         rollout = restored(rollout, processor)
         if self.has_teacher and rollout.finished and rollout.trajectory and rollout.trajectory.images:
             rollout.trajectory.for_teacher = replace(rollout.trajectory)
@@ -108,7 +108,7 @@ def find_environment(name: str, tokenizer: Any, max_turns: int, max_seen: int) -
     if held := [token for token in control_tokens(tokenizer) if token in described]:
         raise UserError(f"--env {name}: its tools contain {held[0]}, which would act as a control token: remove it")
     can_describe = "tools" in variable_names(tokenizer.chat_template)
-    variables = {"tools": environment.tools} if can_describe and environment.tools else {}  # it may describe even []
+    variables = {"tools": environment.tools} if can_describe and environment.tools else {}  # it may mention even []
     description = "" if can_describe else describe_tools(environment.tools)
     return RunEnvironment(function, columns, variables, description, max_turns, max_seen)
 

@@ -30,7 +30,7 @@ from policy.model import Policy, trains_vision, vision_parameters
 from sampling.hf_engine import NOTHING, continued_position_ids
 
 MAX_IMAGES = 8  # in an answer
-MAX_REPORTS = 10  # different reasons why calls have failed that a process prints
+MAX_REPORTS = 10  # how many different reasons for failed calls a process prints
 TAKE_TURN = f"{ROOT}/parts/turns/worker.py:take_turn"
 
 
@@ -56,7 +56,7 @@ class Episodes:
         self.begun: list[Episode] = []  # in the order of the sampler's requests
 
     def begin(self, row: int, request: Request, old: Rollout) -> Request:
-        """Begin an episode about `samples[row]`, or let `old` go on. Returns the request for its turn."""
+        """Begin an episode about `samples[row]`, or resume that of `old`. Returns the request for its turn."""
         self.begun.append(Episode(self, self.samples[row], request, old))
         return self.begun[-1].request
 
@@ -66,7 +66,7 @@ class Episodes:
             return self.begun[number].then(output)
 
     def end(self, number: int, output: Output) -> Rollout:
-        """Return what was sampled in an episode, of whose last turn a sampler has returned `output`."""
+        """Return what was sampled in an episode, given the `output` of its last turn."""
         return self.begun[number].rollout(output)
 
     def ask(self, state: bytes, fields: dict[str, Any]) -> Any:
@@ -86,7 +86,7 @@ _reported: set[str] = set()
 
 
 def _report(reason: str) -> None:
-    """Print why a call has failed, once, and not too many of the reasons: they may quote the model."""
+    """Print why a call has failed: each reason once, and at most `MAX_REPORTS`, because they may quote the model."""
     if len(_reported) < MAX_REPORTS and reason not in _reported:
         _reported.add(reason)
         console.log(f"note: a call of --env failed, and the model was told: {reason}")
@@ -250,7 +250,7 @@ class Episode:
         trajectory.loss_mask = torch.cat([trajectory.loss_mask, torch.full((len(ids),), is_sampled)])
 
     def rollout(self, output: Output = NOTHING) -> Rollout:
-        """Return what was sampled in all turns, with all of the trajectory. `output`: of the turn that is not over."""
+        """Return what was sampled in all turns, with the whole trajectory. `output`: of a turn that has not ended."""
         trajectory, prompt, last = self.trajectory, self.prompt, self.request.prompt
         following = len(prompt.ids) + len(trajectory.ids) - len(last.ids)
         trajectory.position_ids = continued_position_ids(last, following)[:, len(prompt.ids) :]

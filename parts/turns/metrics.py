@@ -30,8 +30,8 @@ def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 def difference_by_turn(groups: Sequence[Group], logps: Sequence[Tensor], max_turns: int) -> dict[str, float]:
     """Return the mean |log π_trainer − log π_sampler| of the tokens of each turn that this step sampled, in nats.
 
-    `logps` has the log-probabilities (L,) of each completion of `groups` in the first update, in order. With
-    dropout, these are not the trainer's; the `trainer_logp` of a completion, from a pass without dropout, is used then.
+    `logps` has the log-probabilities (L,) of each completion of `groups` in the first update, in order. A completion's
+    `trainer_logp`, from a pass without dropout, is used instead if it has one.
     """
     sums = torch.zeros(2, max_turns, dtype=torch.float64)
     for completion, logp in zip((each for group in groups for each in group.completions), logps):

@@ -1,8 +1,8 @@
-"""Later pictures on their way into a frozen vision tower: many at once, and as bytes until they are on its device.
+"""Pass the pictures of later turns to a frozen vision tower: many at once, and as bytes until they are on its device.
 
 The image processor takes 8 ms of a core for a picture of 448 x 448 pixels, and makes 5 MB of its 600 kB. With the 512
-pictures of a step, threads would hold up the sampler for seconds. What it does to each value is read from it instead
-(`PixelTable`), and done on the tower's device.
+pictures of a step, threads would hold up the sampler for seconds. Instead, a table of what the processor makes of each
+pixel value (`PixelTable`) is applied on the tower's device.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ class PixelTable:
 
     values: Tensor  # (3, 256) float32, of each channel
     patch: int  # side of a patch in pixels
-    merge: int  # side in patches of the squares in whose order the patches come
-    frames: int  # how often a patch of a picture is repeated, as if it were a film
+    merge: int  # patches come in squares, one square after the other; this is a square's side in patches
+    frames: int  # how often a patch is repeated: a picture is a video of equal frames
 
     def grid(self, image: Image.Image) -> list[int]:
         """Return the numbers of frames, rows and columns of patches of `image`."""
@@ -48,7 +48,7 @@ class PixelTable:
 
 
 def pixel_table(processor: Processor) -> PixelTable | None:
-    """Return the table of the image processor of `processor`; None if what it does is not a table and a layout."""
+    """Return the table of the image processor of `processor`; None if a table cannot replace it."""
     own = processor.image_processor
     if not all(hasattr(own, name) for name in ("patch_size", "merge_size", "temporal_patch_size")):
         return None
@@ -72,9 +72,9 @@ def _image(pixels: np.ndarray) -> Image.Image:
 
 
 def add_vision(prompt: Prompt, processor: Processor, table: PixelTable | None = None) -> None:
-    """Add the inputs of the vision tower, and a hash, for the pictures of `prompt`, if it has any and not these.
+    """Add the vision tower's inputs and a hash of the pictures of `prompt`, if it has pictures but no inputs yet.
 
-    With a `table`, `add_features` makes the pixel values.
+    With a `table`, the pixel values are left to `add_features`.
     """
     if prompt.images and not prompt.vision:
         prompt.image_digest = digest_of(prompt.images)

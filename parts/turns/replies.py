@@ -6,7 +6,7 @@ from data import Processor, opening_of, prompt_turns
 
 
 def reply_role(processor: Processor) -> str:
-    """Return whose turn an answer is: the tool's or, if the chat template changes that, the user's."""
+    """Return the role of an answer: "tool" or, if the chat template has no tools or changes the answer, "user"."""
     image = processor.family.vision.token if processor.family.vision else ""
     answer: list[str | ImageSource | None] = ['an "answer"\nof two lines', *([None] if image else [])]
     try:
@@ -20,9 +20,9 @@ def reply_role(processor: Processor) -> str:
 def encode_reply(sample: Sample, reply: Turn, last: int, processor: Processor) -> tuple[list[int], str]:
     """Return the sampler's token ids of what a model sees between two turns, and what opens the second (`opening`).
 
-    It is what the chat template writes after the model's turn, whose last token is `last`: its end, unless that is
-    `last`, the turn `reply`, and how the next turn begins. Raises ValueError if `reply` contains a control token, or if
-    the template refuses it.
+    The ids are what the chat template writes after the text of the model's turn: the end of that turn, unless the model
+    sampled it as its `last` token; the turn `reply`; and the beginning of the next turn. Raises ValueError if `reply`
+    contains a control token, or if the template refuses it.
     """
     text, mark = reply.text, "the answer"
     for token in processor.control_tokens:

@@ -19,7 +19,7 @@ def take_turn(
     """Call the environment's `function`, "file.py:name"; return what the model sees next, the reward, and the state.
 
     The state is pickled: its classes may be the plugin's own, which only the workers know by the same name. The row's
-    images are encoded, as they are smaller then. Raises ValueError if the answer is none, or too large.
+    images are encoded, as they are smaller then. Raises ValueError if the answer is invalid or too large.
     """
     own = pickle.loads(state)
     names, _, accepts_any, _ = parameters(function)
@@ -46,5 +46,5 @@ def take_turn(
         raise ValueError("its picture has no pixels")
     if (pixels := sum(sizes)) > MAX_MEGAPIXELS * 1e6:  # of all pictures together, which are sent to the trainer
         raise ValueError(f"its pictures of {pixels / 1e6:,.0f} megapixels are too large")
-    # of an image, the plain class: the trainer unpickles no other
+    # `copy` returns the plain class of images: the trainer unpickles no other
     return [part if isinstance(part, str) else part.copy() for part in content], float(reward), state
