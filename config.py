@@ -32,7 +32,7 @@ LORA_ALPHA = 32.0
 
 
 def with_recipe(arguments: list[str]) -> list[str]:
-    """Put the flags of the task's recipe before `arguments`, which override them, unless `arguments` have `--data`.
+    """Unless `arguments` have `--data`, put the flags of the task's recipe before them; later flags override these.
 
     Raises UserError if there is neither `--data` nor `--task`, or if the recipe has no data of its own either.
     """
@@ -104,7 +104,7 @@ class RowFlags:
 
     @property
     def named_columns(self) -> Columns:
-        """The user's column names. Raises ValueError if what `columns` names is no such column."""
+        """The user's column names. Raises ValueError for an entry that is not prompt=, answer= or images=NAME."""
         if not self.columns:
             return Columns()
         pairs = [each.partition("=")[::2] for each in self.columns]
@@ -157,7 +157,7 @@ class VerifierFlags:
     """Jinja file with the verifier's prompt, for a model that was trained on its own prompt, such as xVerify. It must
     contain {{ question }}, {{ gold }} and {{ answer }}. The reply must be "correct" or "incorrect"."""
     verifier_timeout: float = 60.0
-    """Time limit in seconds for a question to the verifier, with all retries, or a call of an `async def` reward."""
+    """Time limit in seconds, for a question to the verifier with its retries, or a call of an `async def` reward."""
 
     def check_verifier(self) -> None:
         """Raise ValueError for invalid settings."""
@@ -271,7 +271,7 @@ class PolicyFlags:
             raise ValueError("lora_experts applies to a new adapter without dropout: give lora_rank, not lora_dropout")
         if self.lora_dropout is not None and not (0 <= self.lora_dropout < 1 and self.has_adapter):
             raise ValueError("lora_dropout must be in [0, 1) and needs an adapter: give lora_rank or adapter")
-        self.lora_alpha = self.lora_alpha or (LORA_ALPHA if self.lora_rank else 0.0)  # checkpoints hold what it was
+        self.lora_alpha = self.lora_alpha or (LORA_ALPHA if self.lora_rank else 0.0)  # checkpoints record it
 
     @property
     def has_adapter(self) -> bool:
@@ -290,8 +290,8 @@ class EngineFlags:
     vllm_memory: float = 0.0
     """Fraction of the GPU's memory, or of `gpu_memory`, for vLLM's weights and KV cache while vLLM samples. At other
     times, the trainer uses this memory, unless `gpu_memory` is set. Training raises the fraction if the weights need
-    more. 0: up to 0.85 in evaluations, 0.25 in training. Without `gpu_memory`, training raises the 0.25 if the
-    completions of a step need more, up to 70% of the memory that the trainer leaves free while it waits."""
+    more. 0: up to 0.85 in evaluations; in training, 0.25 or, without `gpu_memory`, more if the completions of a step
+    need it, up to 70% of the memory that the waiting trainer leaves free."""
     gpu_memory: float = 0.0
     """Memory in GiB that the run, including the sampler, may use on each GPU; 0: all of the GPU's memory."""
     vllm_sequences: int = 256
@@ -319,9 +319,9 @@ class RunFlags:
     """Checkpoint folder to resume from. Without a value: the newest complete checkpoint in `output`. auto: the same, or
     a fresh start if `output` has no checkpoint yet."""
     eval_data: str | None = None
-    """Held-out rows, in any form that `data` accepts. A fraction such as 0.05 holds out the rows of this share of the
-    pictures in `data`, chosen at random. The policy is scored on the held-out rows before training, every `eval_every`
-    steps, and at the end."""
+    """Held-out rows, in any form that `data` accepts. A fraction such as 0.05 chooses this share of the pictures in
+    `data` at random and holds out their rows. The policy is scored on the held-out rows before training, every
+    `eval_every` steps, and at the end."""
     eval_every: int = 0
     """Number of steps between evaluations on `eval_data`; 0: only before and after training."""
     save_every: int = 50
@@ -347,7 +347,7 @@ class RunFlags:
 
     @property
     def eval_fraction(self) -> float:
-        """What fraction of `data` is held out: `eval_data`, or 0 if that names other rows."""
+        """The fraction of `data` that is held out: `eval_data` if it is a fraction, otherwise 0."""
         return float(self.eval_data) if re.fullmatch(r"0?\.\d+", self.eval_data or "") else 0.0
 
 
@@ -428,7 +428,7 @@ class GRPOFlags:
 
 
 @dataclass(kw_only=True)
-class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFlags):  # --help begins with the last
+class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFlags):  # --help starts with the last one
     """Train a vision-language model with GRPO."""
 
     def __post_init__(self) -> None:
@@ -483,7 +483,7 @@ class Config(RunFlags, EngineFlags, PolicyFlags, RewardFlags, DataFlags, GRPOFla
 
     @property
     def teaches_itself(self) -> bool:
-        """Whether the teacher is the base of a new adapter, which then needs no second copy."""
+        """Whether the teacher is the base of a new adapter, so that no second copy of it is needed."""
         same = self.teacher == self.model or os.path.realpath(self.teacher or "") == os.path.realpath(self.model)
         return bool(self.lora_rank) and same
 

@@ -12,7 +12,7 @@ Three objects in training/ do the rest; none depends on the loss. `run.collector
 training/run.py starts or resumes a run.
 
 Shapes: P prompts per step on all processes together, G completions per prompt, N completions on this process, L tokens
-in one completion, C completion tokens in one micro-batch. `completion_of_token` (C,): 0, 0, …, 1, …
+in one completion, C completion tokens in one micro-batch. Their completions, `completion_of_token` (C,): 0, 0, …, 1, …
 """
 
 from common import cli
@@ -44,9 +44,9 @@ from training.run import start
 
 
 def advantages_of(rewards: GroupRewards, reward_weights: dict[str, float], cfg: Config) -> Tensor:
-    """Return the advantages of `rewards`, (P, G) or, of each token, (P, G, L); NaN leaves a completion out.
+    """Return the advantages of `rewards`: (P, G), or (P, G, L) with one per token. NaN leaves a completion out.
 
-    With dynamic sampling, the collector also calls this, and keeps the groups in which one is neither 0 nor NaN.
+    With dynamic sampling, the collector also calls this, and keeps groups with an advantage that is neither 0 nor NaN.
     """
     advantage, length = ADVANTAGES[cfg.advantage], cfg.max_completion_length
     return spread_over_tokens(lambda part: advantage(part, reward_weights, cfg), rewards, length)
@@ -88,7 +88,7 @@ ADVANTAGES: dict[str, Callable[[GroupRewards, dict[str, float], Config], Tensor]
 class Loss:
     """A variant of the loss."""
 
-    objective: Callable[..., tuple[Tensor, Tensor]]  # of each token, and whether it was clipped; see the next function
+    objective: Callable[..., tuple[Tensor, Tensor]]  # each token's objective, and whether it was clipped; see below
     average: Literal["sequences", "tokens", "constant"]  # what the loss is a mean over; see `token_weights`
     clip_low: Annotated[float, Field(ge=0, le=1)]  # the default of `--clip_low`
     clip_high: Annotated[float, Field(ge=0, lt=math.inf)]  # the default of `--clip_high`
@@ -145,9 +145,9 @@ def token_weights(lengths: Tensor, loss_type: str, max_length: int, totals: Tens
     """Return the per-token loss weight of each of the N completions, as (N,), given their `lengths` (N,).
 
     The loss type's `average` decides. "sequences": 1 / (sequences · L_i), the mean over sequences of the mean over
-    tokens. "tokens": 1 / tokens, the mean over all tokens. "constant": 1 / (sequences · max_length). `totals` (2,)
-    counts the sequences and tokens of an update on all processes (by default, those of `lengths`), so its gradient is a
-    plain sum over micro-batches and processes, however they are cut. Length 0 marks an unscored, uncounted completion.
+    tokens. "tokens": 1 / tokens, the mean over all tokens. "constant": 1 / (sequences · max_length). `totals` (2,):
+    the numbers of sequences and tokens in an update on all processes (by default, those in `lengths`). The update's
+    gradient is then a plain sum over micro-batches and processes, however they are cut. Length 0: unscored, uncounted.
     """
     if totals is None:
         totals = torch.stack([(lengths > 0).sum(), lengths.sum()])
@@ -165,11 +165,11 @@ def batch_loss(cfg: Config, batch: PackedBatch, logp: Tensor, entropy: Tensor | 
     truncated importance sampling (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL").
     """
     values, loss_type, completions = batch.values, LOSSES[cfg.loss_type], batch.completion_of_token
-    advantages, counted = values.advantages, values.token_weights > 0  # dummies hold placeholders, which stay finite
+    advantages, counted = values.advantages, values.token_weights > 0  # False for dummy tokens, whose values are finite
     trainer_logp = logp.detach() if values.trainer_logp is None else values.trainer_logp
     if cfg.old_logp == "sampler":
         old_logp = values.sampling_logp
-    else:  # with one update, r is 1, also if dropout makes π_θ differ from `trainer_logp`
+    else:  # with one update, r is 1, even if dropout makes π_θ differ from `trainer_logp`
         old_logp = logp.detach() if cfg.updates_per_step == 1 else trainer_logp
     log_ratio = torch.where(counted, logp - old_logp, 0.0)
     if loss_type.ratio == "sequence":
@@ -221,10 +221,10 @@ def train_step(run: Run) -> dict[str, float]:
 def training_groups(cfg: Config, groups: list[ScoredGroup], advantages: Tensor) -> list[Group]:
     """Return those completions of an update on which its loss depends, with their advantages and token weights.
 
-    Left out, as if they had not been sampled: unscored ones, and those with an advantage of NaN. One whose advantages
-    are all 0 counts in the divisors of the weights, but trains only for a KL term, an entropy term or a teacher. A
-    truncated one is trained on like any other or, with `mask_truncated`, not at all: then it still counts as a
-    sequence, but its tokens do not count (DAPO, arXiv:2503.14476, section 3.4).
+    Left out, as if they had not been sampled: unscored ones, and those with an advantage of NaN. A completion whose
+    advantages are all 0 counts in the divisors of the weights, but is returned only if there is a KL term, an entropy
+    term or a teacher. With `mask_truncated`, a truncated completion is not returned: it still counts as a sequence,
+    but its tokens do not count (DAPO, arXiv:2503.14476, section 3.4).
     """
     everyone = [(group, *each) for group in groups for each in zip(group.rollouts, of_completions(group, advantages))]
     lengths = torch.tensor([0 if own.isnan().any() else len(rollout.ids) for _, rollout, own in everyone]).long()

@@ -48,7 +48,7 @@ class Segments:
     q_lens: list[int]  # query lengths of the segments, on the host
     k_lens: list[int]  # key lengths of the segments, on the host
     prompt_of: Tensor  # (completions,) index of each completion's prompt among the prompts, which come first
-    max_q: int = field(init=False)  # a graph that takes the maximum of a list would be compiled anew for each list
+    max_q: int = field(init=False)  # set here, because a graph that takes a list's maximum is recompiled for each list
     max_k: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class Sequences:
         self.lengths = lengths
         chunks = [(i, chunk) for i, length in enumerate(lengths) for chunk in range(-(-length // CHUNK))]
         self.cu = to_device(_cumulative(lengths).long(), torch.device(device))  # (N + 1,) cumulative lengths
-        self.chunks = to_device(torch.tensor(chunks), torch.device(device))  # (chunks, 2) sequence, chunk in it
+        self.chunks = to_device(torch.tensor(chunks), torch.device(device))  # (chunks, 2) sequence, and chunk within it
 
 
 @dataclass
@@ -148,7 +148,7 @@ def pack(groups: Sequence[Group]) -> PackedBatch:
         keys += [indices[i], own]
         before, positions = torch.cat([indices[i][-1:], own[:-1]]), next_position[i] + torch.arange(len(own))
         if trajectory := completion.trajectory:
-            before, positions = before[trajectory.loss_mask], trajectory.position_ids  # the mask: what it sampled
+            before, positions = before[trajectory.loss_mask], trajectory.position_ids  # the mask selects sampled tokens
         predict_from.append(before)
         position_parts.append(positions.expand(len(position_parts[i]), -1))
     k_lens = prompt_lengths + [prompt_lengths[i] + each.tokens for i, each in zip(prompt_of, completions)]
@@ -227,7 +227,7 @@ def split_groups(groups: Sequence[Group], budget: int) -> list[list[Group]]:
 
 
 def split_group(group: Group, budget: int) -> list[Group]:
-    """Cut the completions of `group` into groups that fit into `budget` tokens with the prompt, or have only one."""
+    """Split `group` into groups of at most `budget` tokens with the prompt, or of one completion that is too long."""
     chunks: list[list[Completion]] = []
     remaining = 0
     for completion in group.completions:
@@ -246,7 +246,7 @@ def _cumulative(lengths: list[int]) -> Tensor:
 # --- attention ------------------------------------------------------------------------------------------------------
 
 
-EVERYTHING, CAUSAL = (-1, -1), (-1, 0)  # windows of attention; -1: all
+EVERYTHING, CAUSAL = (-1, -1), (-1, 0)  # (keys before, keys after) a query's own key; -1: all
 
 
 def shared_prefix_attention(  # noqa: PLR0913 - the signature that transformers calls
@@ -265,7 +265,7 @@ def shared_prefix_attention(  # noqa: PLR0913 - the signature that transformers 
     """The attention function that transformers calls for the language model and the vision tower.
 
     `query` is (1, H, T, E), `key` and `value` are (1, H_kv, T, E), and the result is (1, T, H, E). The language model
-    passes `segments`, and its layers that see only the last tokens their `sliding_window`. Vision towers pass their
+    passes `segments`; layers with sliding-window attention also pass their `sliding_window`. Vision towers pass their
     windows as `cu_seq_lens_q` and attend in both directions. Raises ValueError if neither `segments` nor
     `cu_seq_lens_q` is given.
     """
@@ -293,7 +293,7 @@ def attend(
     """Compute variable-length attention of queries (T, H, E) to keys and values (K, H_kv, E); the result is (T, H, E).
 
     `cu_lens` are the cumulative lengths of the segments' queries and keys, `max_lens` the largest number of each in a
-    segment. `window` is the number of keys before and after its own that a query attends to: `EVERYTHING`, `CAUSAL`, or
+    segment. `window`: how many keys before and after its own key a query attends to: `EVERYTHING`, `CAUSAL`, or
     (w, 0). On a GPU in half precision, this calls torch's `varlen_attn` or, where it can, the faster kernel of
     parts/fast. In all other cases, it makes one SDPA call per segment.
     """
@@ -310,7 +310,7 @@ def attend(
     return varlen_attn(q, k, v, *cu_lens, *max_lens, **options)
 
 
-@torch.compiler.assume_constant_result  # has no effect on a function with a cache
+@torch.compiler.assume_constant_result  # would have no effect on the cached function
 def flash_head_dim() -> int:
     """Return the size of the heads for which parts/fast has FlashAttention 4; 0 if it cannot be used."""
     return _flash_head_dim()

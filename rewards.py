@@ -1,7 +1,7 @@
 """Rewards: the built-in reward functions and the table of tasks. `Scorer` (evaluation/scorer.py) calls them.
 
-A reward is a plain function of text, `fn(completion, answer, **sample_fields) -> float | None`. `completion` is what
-the chat template has opened (`Prompt.opening`), followed by the decoded text. It lacks the end-of-sequence token
+A reward is a plain function of text, `fn(completion, answer, **sample_fields) -> float | None`. `completion` is
+`Prompt.opening`, such as a `<think>` from the chat template, and the decoded text. It lacks the end-of-sequence token
 and the marks that some models put around an answer. A completion whose reward is `None` is *unscored* and is left out
 of its group. To reward parts of a completion, such as steps, return `[(start, end, value), ...]` with indices of
 characters; the whole reward is the sum of the values (training/offsets.py). Each reward's docstring gives its range, an
@@ -140,7 +140,7 @@ def _vqa_gold_problem(answer: str) -> str | None:
 def _math_gold_problem(answer: str) -> str | None:
     if not balanced(answer):
         return f"the answer {answer[:40]!r} has unbalanced braces: no completion can match it"
-    return _no_match(math_reward, answer, answer.replace("\\boxed", ""))  # of several boxes, an answer gives the last
+    return _no_match(math_reward, answer, answer.replace("\\boxed", ""))  # of several boxes, only the last is read
 
 
 def _no_match(reward: Reward, answer: str, *others: str) -> str | None:

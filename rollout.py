@@ -3,7 +3,7 @@
 `VLLMEngine` (sampling/vllm_engine.py) runs inside each training process. vLLM receives the trainer's weights before
 every step and frees its GPU memory while the trainer works. `HFEngine` (sampling/hf_engine.py) is a plain transformers
 copy of the policy with a KV cache, and it needs no GPU. Each process has a full copy of the weights and samples at its
-own pace, except with `--tensor_parallel` or partial rollouts. `PolicyEngine` (in that file) has no copy: it samples
+own pace, except with `--tensor_parallel` or partial rollouts. `PolicyEngine` (same file) has no copy: it samples
 from the trainer's own model, in a single process.
 
 The random numbers for a completion depend only on its prompt's seed and its index, never on the batch. The same seeds
@@ -46,12 +46,12 @@ class Engine(Protocol):
         then: Callable[[int, Output], Request | None] | None = None,
         should_stop: Callable[[Set[int]], bool] | None = None,
     ) -> list[Output]:
-        """Sample what the `requests` ask for, each a completion of `sampling`; return the outputs in their order.
+        """Sample a completion, or the rest of one, for each of `requests`, as `sampling` says; return them in order.
 
-        `then(i, output)` is called in a thread when request i has ended. It returns the request that follows, whose
-        output then stands in its place, or None: it is over. `should_stop` tells whether there is enough, given the
-        indices of those that are over. It is asked every few tokens, on all processes together, until it returns True;
-        what is not over then is returned as it is. An entry of `ENGINES` says whether a sampler knows these two.
+        `then(i, output)` is called in a thread when request i has ended. It returns the next request, whose output
+        replaces this one, or None if request i is complete. `should_stop(complete)` gets the indices of the complete
+        requests and returns whether to stop. It is called every few tokens, on all processes together, until it returns
+        True; the others' outputs are returned unfinished. `ENGINES` says whether a sampler supports these two.
         """
         ...
 
@@ -80,7 +80,7 @@ class EngineEntry:
     needs_copy: bool = True  # of the weights; on a GPU, memory is planned for it (`--vllm_memory`)
     uses_trainer: bool = False  # it samples from the trainer's own model: only in training, and in one process
     then: bool = False  # whether its `generate` knows `then`, which turns need (`--env`)
-    should_stop: bool = False  # the same, which partial rollouts need (`--oversample`)
+    should_stop: bool = False  # whether it knows `should_stop`, which partial rollouts need (`--oversample`)
 
     def lacks(self, device: torch.device, has_room: bool = True) -> list[str]:
         """Return what it needs and does not have; for `has_room`, see `choose_engine`."""
@@ -144,9 +144,9 @@ def make_engine(
 ) -> Engine:
     """Build the sampler `flags.engine`, as `choose_engine` returned it, with the weights saved at `model`.
 
-    `policy`: the policy whose weights `sync_weights` will pass on before the first `generate`; vLLM then does not read
-    the saved weights. Without it, in an evaluation, there may be no sync. `PolicyEngine` needs it. Raises UserError if
-    the sampler cannot be started.
+    `policy`: given if `sync_weights` will copy its weights before the first `generate`, so that vLLM need not read the
+    saved weights. None: an evaluation that may never call `sync_weights`. `PolicyEngine` needs a policy. Raises
+    UserError if the sampler cannot be started.
     """
     return ENGINES[flags.engine].make(flags, model, processor, device, dtype, limits, policy)
 
@@ -183,10 +183,10 @@ def sample_completions(
     episodes: Any = None,
     started: Sequence[Sequence[Rollout]] = (),
 ) -> list[list[Rollout]]:
-    """Return `sampling.n` completions of each prompt, whose seed decides them. `generate` is that of an `Engine`.
+    """Return `sampling.n` completions of each prompt, sampled with its seed. `generate` is that of an `Engine`.
 
-    With an environment, `episodes` (those of parts/turns) answers each turn. With partial rollouts, the completions go
-    on as they have `started`; a request is made for each that is not finished, in order.
+    With an environment, `episodes` (those of parts/turns) answers each turn. With partial rollouts, `started` holds the
+    completions so far; one request is made, in order, for each that is not finished.
     """
     groups = [list(group) for group in started] or [[NOT_STARTED] * sampling.n for _ in prompts]
     requests = {

@@ -40,7 +40,7 @@ NOT_SETTINGS = (*WEIGHTS.split(), "*.index.json", *TRAINERS.split(), ".*", "*/*"
 
 
 def copy_settings(folder: Path, target: Path) -> None:
-    """Copy the files at the top of `folder` to the folder `target`, but for weights and the states of trainers."""
+    """Copy the files at the top of `folder` to the folder `target`, except weights and files of trainers."""
     target.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if path.is_file() and not any(fnmatch.fnmatch(path.name, pattern) for pattern in NOT_SETTINGS):
@@ -48,7 +48,7 @@ def copy_settings(folder: Path, target: Path) -> None:
 
 
 def settings_folder(source: str, run: str, keep: bool = False) -> Path:
-    """Return the folder with the settings of the base `source`: its own, or what the run in the folder `run` has kept.
+    """Return the folder with the settings of the base `source`: itself, the copy that `run` keeps, or the hub's cache.
 
     `keep`: if `source` is a hub name, copy its files to `run` first, so that the end of the run needs no network.
     Raises UserError if they cannot be copied.
@@ -97,7 +97,7 @@ def reading(model: str, part: str) -> Iterator[None]:
     offline = on_hub and hub.go_offline_if_unreachable()
     try:
         yield
-    except (UserError, torch.OutOfMemoryError, ModuleNotFoundError):  # `cli.run` says what helps against the others
+    except (UserError, torch.OutOfMemoryError, ModuleNotFoundError):  # for the last two, `cli.run` says what helps
         raise
     except Exception as error:  # noqa: BLE001
         if on_hub and isinstance(error, OSError):
@@ -116,7 +116,7 @@ def reading(model: str, part: str) -> Iterator[None]:
 def weight_files(model: str) -> tuple[Path | None, list[str]]:
     """Return the index, if there is one, and the paths of the files from which `from_pretrained` loads `model`.
 
-    Of a hub name, they are those in the cache if there are any. Raises OSError if there are no files.
+    For a hub name, files in the cache are preferred. Raises OSError if there are no files.
     """
     missing = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     for cached, name in itertools.product((True, False), ("model.safetensors", "pytorch_model.bin")):
@@ -146,13 +146,13 @@ def stored_dtypes(model: str) -> tuple[torch.dtype, torch.dtype]:
 
 
 def module_finder(model: transformers.PreTrainedModel) -> Callable[[str], str | None]:
-    """Return a function that gives a module of any release of transformers its name in `model`, or None."""
+    """Return a function from a module's name in any release of transformers to its name in `model`, or to None."""
     renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
     modules, state = dict(model.named_modules()), model.state_dict()
 
     def find(saved: str) -> str | None:
         renamed, _ = rename_source_key(f"{saved}.weight", renamings, [], model.base_model_prefix, state)
-        in_text_model = re.sub(r"^model\.", "model.language_model.", saved)  # in a release of the decoder alone
+        in_text_model = re.sub(r"^model\.", "model.language_model.", saved)  # as named in a text-only model
         return next((name for name in (saved, renamed[: -len(".weight")], in_text_model) if name in modules), None)
 
     return find
@@ -164,7 +164,7 @@ class Layout:
     def __init__(
         self, model: transformers.PreTrainedModel, stored: dict[str, dict[str, Tensor]], parameters: Container[str]
     ):
-        """`model`: the model, possibly without weights. `stored`: see `stored_tensors`. `parameters`: their names."""
+        """`model` may lack weights. `stored`: see `stored_tensors`. `parameters`: the names of its parameters."""
         self.model, self.stored = model, stored
         self.parameters: dict[str, dict[str, str]] = {path: {} for path in stored}
         self.converted: set[str] = set()  # parameters whose shape may differ from the stored one
@@ -182,7 +182,7 @@ class Layout:
         self.transforms = [transform for transform in transforms if transform.was_used()]
 
     def add_lm_head(self) -> None:
-        """Add an lm_head beside the embedding, to which it is tied, unless it is stored."""
+        """If no lm_head is stored, because it is tied to the embedding, add one to the embedding's file."""
         state = self.model.state_dict(keep_vars=True)
         places = [
             (path, name, parameter) for path, names in self.parameters.items() for name, parameter in names.items()
@@ -193,7 +193,7 @@ class Layout:
             self.stored[path][LM_HEAD] = self.stored[path][embedding]
 
     def as_stored(self, path: str, name: str, weight: Tensor) -> Tensor:
-        """Return `weight`, of the model's parameter, in the form in which the file stores it as `name`."""
+        """Return `weight`, a value of the model's parameter, in the form in which `path` stores it as `name`."""
         parameter = self.parameters[path][name]
         if parameter not in self.converted:
             return weight

@@ -22,12 +22,12 @@ from policy.sharding import unsharded
 
 
 def order_for_packing(groups: Sequence[Group], budget: int) -> list[Group]:
-    """Return `groups` in the order of few micro-batches of at most `budget` tokens, by first-fit decreasing.
+    """Order and cut `groups` so that they fill few micro-batches of at most `budget` tokens (first-fit decreasing).
 
     The largest comes first, and each goes into the first micro-batch that it fits into. If it fits into none, it is cut
-    to fill one of which more than a quarter is free, and its prompt is repeated. Without cuts, groups of a little more
-    than half the budget would leave half of every micro-batch empty. The first group of a micro-batch did not fit into
-    the one before, so `split_groups` makes the same cuts.
+    to fill one that is more than a quarter free, and its prompt is repeated. Without cuts, groups of a little more than
+    half the budget would leave half of every micro-batch empty. `split_groups` starts its micro-batches at the same
+    groups, because the first group of each does not fit into the micro-batch before.
     """
     batches: dict[int, list[Group]] = defaultdict(list)
     free: dict[int, int] = defaultdict(lambda: budget)
@@ -47,11 +47,11 @@ def order_for_packing(groups: Sequence[Group], budget: int) -> list[Group]:
 
 
 def micro_batches(policy: Policy, groups: list[Group], budget: int) -> Iterator[tuple[PackedBatch, bool]]:
-    """Pack `groups`; yield micro-batches of at most `budget` tokens on the policy's device, and if each is the last.
+    """Yield `groups` as packed micro-batches of at most `budget` tokens, on the policy's device; True: it is the last.
 
     Every process gets the same number of micro-batches, so that all processes take part in the same collectives. A
-    process with fewer micro-batches adds dummy ones, whose tokens have weight zero. A process without images, while
-    others run a trained vision tower, adds a blank image, which replaces no token. Each micro-batch is packed only
+    process with fewer micro-batches adds dummy ones, whose tokens have weight zero. If others run a trained vision
+    tower, a process without images adds a blank image, which replaces no token. Each micro-batch is packed only
     when it is needed, while the GPU still works on the one before.
     """
     parts = split_groups(groups, budget)

@@ -1,7 +1,7 @@
 """Export the trained policy, as an adapter in PEFT layout or as a whole model.
 
-An exported model is the folder of its base with other weights. Its files are the base's, byte for byte, and so are the
-names, shapes, dtypes and files of its tensors. Other programs then read it as they read the base, in whatever release.
+An exported model is the folder of its base with other weights. Its other files equal the base's, byte for byte. Its
+tensors have the base's names, shapes, dtypes and files. Any release of another program thus reads it like the base.
 Only generation_config.json changes if it lacks the token with which the chat template ends an answer.
 `save_pretrained` would write what only its own release of transformers reads.
 
@@ -35,8 +35,8 @@ from policy.model import Policy, check_saved_model, empty_model, end_token, stop
 def export(policy: Policy, source: str, folder: str, run: str) -> None:
     """Write the trained policy to `folder`, which is replaced if it exists.
 
-    An adapter is written in PEFT layout, to be loaded on top of `source`; else `source` with the trained weights. If
-    `source` is a hub name, its files are taken from the folder `run` of the run, which has kept them.
+    An adapter is written in PEFT layout, to be loaded on top of `source`. Otherwise, `source` is written with the
+    trained weights; if it is a hub name, its files are taken from `run`, the run's folder, which has kept them.
 
     The folder is written under a temporary name and then renamed. All processes must call this together. Raises
     RunStopped if writing fails, or if a weight is NaN or infinite; nothing is then written or replaced.
@@ -110,7 +110,7 @@ def write_model(
 
 
 def _edit_config(path: Path, dtype: torch.dtype | None, unties: bool) -> None:
-    """Change the config.json at `path` to `dtype`, wherever it names one, and to an lm_head of its own if `unties`."""
+    """In the config.json at `path`, set each dtype that it names to `dtype`, if given; if `unties`, untie lm_head."""
     config, text = json.loads(path.read_text()), path.read_text()
     levels = [config, *(level for level in config.values() if isinstance(level, dict))]
     for level, key in itertools.product(levels if dtype else (), ("dtype", "torch_dtype")):
@@ -137,12 +137,12 @@ def _add_end_token(folder: Path, config: transformers.PreTrainedConfig) -> None:
 def _write_weights(
     layout: Layout, path: str, weights: dict[str, Tensor], folder: Path, dtype: torch.dtype | None
 ) -> tuple[str, dict[str, int]]:
-    """Write a copy of the base's file `path` to `folder`, with `weights` in it. Return its name and tensors' sizes."""
+    """Write a copy of the base's file `path`, with `weights`, to `folder`. Return its name and its tensors' sizes."""
     tensors = load_state_dict(path)
     for name, parameter in layout.parameters[path].items():
         weight = layout.as_stored(path, name, weights[parameter])
         if name in tensors and tensors[name].to(weight.dtype).equal(weight):
-            continue  # if it is frozen, it may have been rounded to the compute dtype
+            continue  # keep the stored values: a frozen weight may have been rounded to the compute dtype
         if not weight.isfinite().all():
             raise UserError(f"{parameter} is not finite: use an earlier checkpoint and a lower --learning_rate")
         tensors[name] = weight.to(dtype or layout.stored[path][name].dtype)

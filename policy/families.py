@@ -56,7 +56,7 @@ class ImagePreparation:
 
 @dataclass(frozen=True)
 class BlankImage:
-    """A blank picture, as small as the vision tower accepts it."""
+    """A blank picture of the smallest size that the vision tower accepts."""
 
     vision: dict[str, Tensor]  # the inputs of the vision tower
     patches: int  # number of patches in the vision tower
@@ -91,9 +91,9 @@ class Family:
     model_types: tuple[str, ...]  # `model_type` in config.json
     vision: Vision | None = None  # None: text only
     router: str = ""  # mixtures of experts: the module in a decoder layer that chooses the experts
-    turns: bool = False  # whether tests have shown that it trains on several turns (`--env`) as in a plain forward
-    coordinates: int = 0  # the largest x and y of a place in a picture; 0: they are its pixels, once resized
-    check: Callable[[Config, torch.device], None] | None = None  # raises UserError if it cannot be trained there
+    turns: bool = False  # whether tests show that several turns (`--env`) train as in a plain forward pass
+    coordinates: int = 0  # the largest x and y of a place in a picture; 0: in pixels of the resized picture
+    check: Callable[[Config, torch.device], None] | None = None  # raises UserError if the device cannot train the model
     prepare: Callable[[transformers.PreTrainedModel], None] | None = None
     """Changes a model in place, so that it takes packed batches."""
 
@@ -132,11 +132,11 @@ def load_image_processor(vision: Vision, model: str) -> ImageProcessor:
 def load_tokenizer(model: str) -> transformers.PreTrainedTokenizerBase:
     """Load the tokenizer that was saved with `model`. Raises UserError if it cannot be loaded.
 
-    Its chat template may be in a file of the processor, where older releases of transformers saved it, or None.
+    Its chat template may come from a file of the processor, as older releases of transformers save it, or be None.
     """
     with reading(model, "tokenizer"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-        tokenizer(string.printable + "é漢")  # one without a token for the unknown raises an error only here
+        tokenizer(string.printable + "é漢")  # without a token for unknown text, only this raises an error
     with reading(model, "chat template"):
         if not tokenizer.chat_template:
             path = cached_file(model, "chat_template.json", _raise_exceptions_for_missing_entries=False)
@@ -155,7 +155,7 @@ def language_model(model: nn.Module) -> nn.Module:
 
 
 def attention_windows(config: Config) -> list[float]:
-    """Return to how many keys a query attends at most in each layer with attention; `config` is the decoder's."""
+    """Return, for each layer with attention, how many keys a query sees at most; `config` is the decoder's."""
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     windows = {"full_attention": math.inf, "sliding_attention": getattr(config, "sliding_window", None)}
     return [windows[kind] for kind in kinds if kind in windows]
@@ -192,8 +192,8 @@ def blank_image(model: transformers.PreTrainedModel) -> BlankImage:
 def grid_inputs(tower: nn.Module, grids: Tensor) -> dict[str, Tensor | int]:
     """Return the inputs that `tower` needs for images with these `grids`, (images, 3), in host memory.
 
-    Besides the grids, they are what the tower would otherwise derive from them. On a GPU, the host would then wait for
-    all queued work, several times in each forward and backward pass.
+    They are the grids, and what the tower would otherwise derive from them itself. On a GPU, the host would then wait
+    for all queued work, several times in each forward and backward pass.
     """
     merge = tower.spatial_merge_size
     ends = get_vision_cu_seqlens(grids)
@@ -268,7 +268,7 @@ def _blank_grid(config: Config) -> BlankImage:
 
 
 def grid_vision(image_processor: str, token: str, vllm_features: bool) -> Vision:
-    """Return how a family sees whose images are grids of patches."""
+    """Return the `Vision` of a family whose images are grids of patches."""
     return Vision(
         image_processor=image_processor,
         prepare_images=_prepare_grids,

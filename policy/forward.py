@@ -136,7 +136,7 @@ def image_features(model: transformers.PreTrainedModel, vision: dict[str, Tensor
         inputs["vision_feature_layer"] = model.config.vision_feature_layer
     out = model.model.get_image_features(**inputs)
     features = torch.cat([image.flatten(0, -2) for image in out.pooler_output])
-    deepstack = getattr(out, "deepstack_features", None) or []  # newer releases of transformers split them, too
+    deepstack = getattr(out, "deepstack_features", None) or []  # newer releases of transformers split these by image
     return torch.cat([features, *(torch.cat(x) if isinstance(x, tuple) else x for x in deepstack)], dim=-1)
 
 
@@ -254,9 +254,9 @@ def _entropy_derivatives(logits: Tensor, temperature: Tensor) -> Tensor:
 class _TokenLogprobs(torch.autograd.Function):
     """Log-probabilities and entropies (C,) of targets (C,), from hidden states (C, D) and the lm_head's weight (V, D).
 
-    The float32 logits are held for only `LOGIT_ROWS` tokens at a time. The backward pass needs their derivatives,
-    one_hot(target) - softmax(logits). With `keep`, the derivatives of all tokens (C, V) are stored in the compute
-    dtype. Without `keep`, which is meant for runs that are short of memory, the backward pass recomputes the logits.
+    The float32 logits are held for only `LOGIT_ROWS` tokens at a time. The backward pass needs the derivatives of the
+    log-probabilities by the logits, (one_hot(target) - softmax(logits / T)) / T. With `keep`, all of these, (C, V), are
+    stored in the compute dtype. Without `keep`, for lack of memory, the backward pass recomputes the logits.
     The lm_head is then a quarter slower, and the gradient of its weight is accumulated over chunks of tokens. With
     `entropy_gradient`, the entropies have a gradient, too.
     """

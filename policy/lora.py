@@ -3,8 +3,8 @@
     adapted weight = W + scaling B A        W (O, D) frozen, A (r, D) and B (O, r) trained
     scaling        = α / r, with rslora (arXiv:2312.03732) α / √r
 
-Routed experts lie in one tensor (experts, out, in). If they are adapted, each has its own A and B, which PEFT keeps one
-after another in two matrices and adds to the tensor before it is used.
+Routed experts lie in one tensor (experts, out, in). If they are adapted, each expert has its own A and B. PEFT keeps
+all A in one matrix and all B in another, and adds the products to the tensor before it is used.
 
 The sampler receives adapted weights, which are recomputed from the base for every sync (`adapted_weights`). Nothing is
 ever merged into the base, so rounding errors do not accumulate. The reference of the KL term is the same model with a
@@ -211,7 +211,7 @@ def read_adapter(source: str, cache_dir: str | None = None) -> tuple["LoraConfig
     except damaged as error:
         reason = (str(error) or type(error).__name__).splitlines()[0][:160]
         raise UserError(f"cannot read an adapter from {source!r} ({reason})") from None
-    # In memory, PEFT's names also hold that of the adapter, as in lora_A.default.weight. Some programs save them so.
+    # In memory, PEFT's names contain the adapter's name, as in lora_A.default.weight. Some programs save such names.
     name = r"(\.lora_\w+)\.(?!weight$|bias$)\w+|\.modules_to_save\.\w+"
     tensors = {re.sub(name, r"\1", key): tensor for key, tensor in saved.items()}
     if len(tensors) < len(saved):
@@ -223,8 +223,8 @@ def _is_finite(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-# What `load_adapter` follows in adapter_config.json. It finds modules and ranks in the tensors. Any other setting, of
-# any release of PEFT, must be off, because it may be a variant of LoRA.
+# The settings in adapter_config.json that `load_adapter` follows, each with a check of its value. Modules and ranks are
+# found in the tensors. Any other setting with an effect, in any PEFT release, must be off: it may be a LoRA variant.
 SETTINGS: dict[str, Callable[[Any], bool]] = {
     "peft_type": lambda kind: kind == "LORA",
     "init_lora_weights": lambda init: str(init).lower() in PLAIN_INITS,
@@ -245,7 +245,7 @@ NO_EFFECT |= {"target_modules", "task_type"}
 def _check_settings(settings: dict, source: str) -> None:
     """Raise UserError for the first setting in an adapter_config.json that `load_adapter` does not follow."""
     for name, value in settings.items():
-        is_off = value in (None, False, "", [], {}) or _is_finite(value)  # no number alone is a switch
+        is_off = value in (None, False, "", [], {}) or _is_finite(value)  # a number alone turns nothing on
         if name not in NO_EFFECT and not (SETTINGS[name](value) if name in SETTINGS else is_off):
             problem = f"its adapter_config.json has {name}={reprlib.repr(value)}, which is not supported"
             raise UserError(f"{source!r}: {problem}: correct it, or merge the adapter with PEFT")
@@ -311,8 +311,8 @@ def reference_weights(model: nn.Module) -> Iterator[None]:
 def adapted_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name in the base, full tensor) for every parameter of the base, with the adapter added.
 
-    Each tensor has the dtype of the parameter in the base, rounded by `round_at_random`, the same way every time. A
-    4-bit weight is dequantised as in the forward pass. Gathering is collective: every process must iterate to the end.
+    Each tensor has the dtype of the parameter in the base. `round_at_random` rounds adapted ones, always the same way.
+    A 4-bit weight is dequantised as in the forward pass. Gathering is collective: each process must iterate to the end.
     """
     layers = adapted_layers(model)
     generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
@@ -346,8 +346,8 @@ def round_at_random(tensor: Tensor, dtype: torch.dtype, generator: torch.Generat
     """Return the float32 `tensor` in `dtype`, each number rounded up or down at random, so that the mean is exact.
 
     The weights of a base in bfloat16 lie on its grid. W + δ, rounded to the nearest number of that grid, would be W
-    again for each δ of less than half a step, and the sampler would not see the first updates: with Gemma 3 270M, one
-    at a learning rate of 1e-5 lost 71 % of its effect on the log-probabilities, but here 5 % (docs/log.md).
+    again for each δ of less than half a step, and the sampler would not see the first updates: an update of Gemma 3
+    270M at a learning rate of 1e-5 lost 71 % of its effect on the log-probabilities, here only 5 % (docs/log.md).
     """
     dropped = 23 + int(math.log2(torch.finfo(dtype).eps))  # bits of the mantissa that `dtype` lacks: 16 of bfloat16
     if not dropped:

@@ -40,10 +40,10 @@ FLOAT32_BYTES = 4  # a master weight or a gradient
 MOMENTS_BYTES = 8  # its two moments in AdamW, in float32
 MARGIN = 0.06  # fraction of the GPU's memory that the allocator cannot use
 CUDA_GIB = 0.8  # memory that CUDA takes besides the allocator, for its context and for compiled kernels
-SAMPLER_BYTES = 2 * GIB  # least memory besides its copy of the weights with which a sampler starts
+SAMPLER_BYTES = 2 * GIB  # least memory that a sampler needs to start, besides its copy of the weights
 VLLM_BYTES = 5 * GIB  # enough for what vLLM holds besides weights and KV cache: activations, and CUDA graphs
 VLLM_MEMORY = 0.25  # least fraction of the GPU's memory that vLLM gets by default
-VLLM_SHARE = 0.7  # largest part of what the resting trainer leaves free that vLLM gets by default
+VLLM_SHARE = 0.7  # of what the resting trainer leaves free, the most that vLLM gets by default
 OOM_RETRIES = 3
 OOM_ACTIVATION_HINT = "--activation_checkpointing full, a smaller --micro_batch_tokens"
 
@@ -90,13 +90,13 @@ def used_by_others(device: torch.device) -> float:
 
 
 def describe_others(used: float) -> str:
-    """Return that other programs use so much of the GPU, for the end of a message; "" if it is next to nothing."""
+    """Return the end of a message, which says how much memory other programs use; "" if that is at most 1 GiB."""
     return f"; other programs use {used / GIB:.1f} GiB of this GPU" if used > GIB else ""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run with the flags `cfg` takes on each of `gpus`, in bytes, and what follows from it; see `plan`."""
+    """The memory that a run with the flags `cfg` takes on each of `gpus`, in bytes, and what follows; see `plan`."""
 
     cfg: Config
     gpus: GPUs
@@ -106,12 +106,12 @@ class Plan:
     moments: float = 0.0  # AdamW's; like the reference, 0 if they are in host memory
     gradients: float = 0.0
     copy: float = 0.0  # the whole model in the compute dtype
-    unsharded: float = 0.0  # the part of it that is sharded; 0 beside 4-bit weights, since `gathered` has it
+    unsharded: float = 0.0  # sharded weights, in full and in the compute dtype; 0 with a 4-bit model: see `gathered`
     gathered: float = 0.0  # embedding, lm_head, two layers with their gradients, and two gradients of a trained lm_head
     logits: float = 0.0  # float32 logits of `LOGIT_ROWS` tokens and their derivatives
     token_bytes: tuple[float, ...] = ()  # activations of a packed token, by the number of checkpointed decoder layers
     expert_bytes: tuple[int, ...] = ()  # copies of adapted experts, by the same number
-    cache: float = 0.0  # a KV cache in which all completions that an engine samples at once reach their maximum length
+    cache: float = 0.0  # a KV cache for all completions that an engine samples at once, at their maximum length
 
     @property
     def shards(self) -> int:
@@ -140,7 +140,7 @@ class Plan:
 
     @property
     def has_room(self) -> bool:
-        """Whether a sampler's copy of the weights fits there; always with several processes, which all need one."""
+        """Whether a sampler's copy of the weights fits there; True with several processes, as each needs a copy."""
         if not self.gpus.on_gpu or self.gpus.number > 1:
             return True
         return self.sampler_weights + SAMPLER_BYTES <= self.free_beside_trainer
@@ -149,7 +149,7 @@ class Plan:
     def vllm_memory(self) -> float:
         """vLLM's fraction of the GPU's memory, or of `gpu_memory`: `cfg.vllm_memory`, or more if its weights need more.
 
-        By default, it is `VLLM_MEMORY`, or more if the completions of a step need more, as far as that is free.
+        Unset: `VLLM_MEMORY`; without `gpu_memory`, more if completions need it, up to `VLLM_SHARE` of what is free.
         """
         total, fraction = self.gpus.usable(self.cfg.gpu_memory), self.cfg.vllm_memory or VLLM_MEMORY
         if not self.gpus.on_gpu:
@@ -171,7 +171,7 @@ class Plan:
         return self.cfg.max_prompt_length + self.cfg.max_completion_length
 
     def stays_awake(self, free: float) -> bool:
-        """Return whether the sampler can stay awake while the trainer works, beside which `free` bytes are free.
+        """Return whether the sampler, which leaves `free` bytes free, can stay awake while the trainer works.
 
         The largest micro-batch must then fit without activation checkpointing. With `gpu_memory`, there is no choice:
         PyTorch counts vLLM's memory towards that limit even while vLLM sleeps.
@@ -181,7 +181,7 @@ class Plan:
         return self.gpus.on_gpu and (bool(self.cfg.gpu_memory) or needed <= free - MARGIN * self.gpus.size)
 
     def left(self, total: float, in_use: float) -> float:
-        """Return what `total` bytes have left for activations, beside those `in_use` and what updates add to them."""
+        """Return how many of `total` bytes remain for activations, besides those `in_use` and what updates will add."""
         return total * (1 - MARGIN) - in_use - self.moments - self.gradients - self.logits - self.gathered
 
     def max_tokens(self, num_checkpointed: int, left: float) -> float:
@@ -197,11 +197,11 @@ class Plan:
         return next((n for n in choice if self.max_tokens(n, left) >= target), choice[-1])
 
     def check(self, needs_copy: bool) -> None:
-        """Raise UserError if the training state does not fit. `needs_copy`: whether the sampler has a copy of it.
+        """Raise UserError if the training state does not fit. `needs_copy`: whether the sampler copies weights.
 
         During an update, weights, gradients and optimizer state must fit. While the sampler is awake, weights and
-        optimizer state must fit alongside it. With `gpu_memory`, it is always awake (`stays_awake`). The memory that
-        other programs use is not there.
+        optimizer state must fit alongside it. With `gpu_memory`, it is always awake (`stays_awake`). Memory that
+        other programs use is not available.
         """
         if not self.gpus.on_gpu:
             return
@@ -214,7 +214,7 @@ class Plan:
         what, hints = "weights, gradients and AdamW", self._memory_saving_flags()
         if sampler > self.gradients:
             what = "weights, AdamW and --vllm_memory"
-            if sampler > self.sampler_weights + SAMPLER_BYTES + 1:  # else it would be raised again
+            if sampler > self.sampler_weights + SAMPLER_BYTES + 1:  # else, the plan would raise it again
                 hints.insert(0, f"a --vllm_memory below {self.vllm_memory:.2f}")
             elif gpus.number > cfg.tensor_parallel and cfg.oversample == 1:
                 hints.insert(0, "a larger --tensor_parallel")
@@ -255,7 +255,7 @@ def plan(policy: Policy, cfg: Config, gpus: GPUs) -> Plan:
     Without a GPU, memory is not planned: flags alone decide, and there is always room for a sampler's copy.
     """
     if not gpus.on_gpu:
-        choices = len(language_model(policy.model).layers) + 1  # of how many layers are checkpointed
+        choices = len(language_model(policy.model).layers) + 1  # possible numbers of checkpointed layers
         sharding = _choose_sharding(cfg, gpus, 0.0)
         return Plan(cfg, gpus, sharding, token_bytes=(1.0,) * choices, expert_bytes=(0,) * choices)
     decoder, head = language_model(policy.model), policy.model.lm_head.weight
@@ -338,7 +338,7 @@ def _cache_bytes(text: transformers.PreTrainedConfig, cfg: Config, processes: in
 def limit_allocator(limit: float, device: torch.device) -> None:
     """Limit this process to `limit` GiB of its GPU, if it has one."""
     if device.type == "cuda":
-        fraction = distributed.memory_fraction(max(limit - CUDA_GIB, 0.1))  # it holds for the allocator only
+        fraction = distributed.memory_fraction(max(limit - CUDA_GIB, 0.1))  # this limits only the allocator
         torch.cuda.set_per_process_memory_fraction(fraction, device)
 
 
@@ -362,7 +362,7 @@ def bytes_per_token(
     layer_input = 4 * config.hidden_size  # the residual stream is float32
     logits = size * config.vocab_size if num_checkpointed == 0 else 0  # derivatives, kept only without checkpointing
     width, copies = config.intermediate_size, experts_per_token(config)
-    if copies:  # an expert's output is kept, and what a trained one sees; Aria's shared experts are as wide as others
+    if copies:  # an expert's output is kept, and a trained one's input; Aria's shared experts are as wide as others
         width = copies * getattr(config, "moe_intermediate_size", width)
         width += getattr(config, "moe_num_shared_experts", 0) * config.intermediate_size
         copies *= 1 + any(p.requires_grad for name, p in policy.named_parameters() if ".experts." in name)
@@ -391,7 +391,7 @@ def _vision_bytes_per_token(policy: Policy, num_checkpointed: int, size: int) ->
 def adapted_expert_bytes(policy: Policy, num_checkpointed: int, dtype: torch.dtype) -> int:
     """Return the bytes that adapted experts take until the backward pass: a copy of each tensor that PEFT adds to.
 
-    Layers that are not checkpointed keep their copies; of the others, one has them at a time.
+    Layers that are not checkpointed keep their copies; of the others, only one at a time has copies.
     """
     layers = language_model(policy.model).layers
     is_adapted = any(hasattr(layer, "parameter_name") for layer in adapted_layers(layers).values())
@@ -437,7 +437,7 @@ def choose_micro_batch_size(policy: Policy, others: Sequence[Policy], planned: P
     size = cfg.micro_batch_tokens or min(tokens, MAX_MICRO_BATCH_TOKENS)
     set_checkpointing(policy, num_checkpointed)
     beside_update = left - planned.expert_bytes[num_checkpointed] - size * planned.token_bytes[num_checkpointed]
-    beside_reference = left - size * planned.token_bytes[-1]  # without gradients, a token takes at most as much
+    beside_reference = left - size * planned.token_bytes[-1]  # at most this much per token without gradients
     too_large = [
         beside_update < planned.unsharded,
         "reference" in cfg.offload or beside_reference < planned.reference * planned.shards,
@@ -455,7 +455,7 @@ def choose_micro_batch_size(policy: Policy, others: Sequence[Policy], planned: P
 def with_oom_retry(policy: Policy, budget: int, work: Callable[[int], T]) -> tuple[int, T]:
     """Run `work(budget)` and return (budget, result); if the GPU runs out of memory, retry with a smaller budget.
 
-    It is made a quarter smaller, at most `OOM_RETRIES` times. Before a retry, all gradients are discarded. Raises
+    The budget shrinks by a quarter, at most `OOM_RETRIES` times. Before a retry, all gradients are discarded. Raises
     RunStopped if the last retry also runs out of memory, or if there are other processes, which would be left waiting
     in the middle of the same work.
     """

@@ -61,7 +61,7 @@ class Policy(nn.Module):
 
 
 def num_weights(policy: Policy) -> int:
-    """Return the number of weights of the model, which the sampler has a copy of: its adapters are not counted."""
+    """Return the number of weights of the model without adapters, as in the sampler's copy."""
     weights = (parameter for name, parameter in policy.named_parameters() if ".lora_" not in name)
     return sum(getattr(weight, "quant_state", weight).shape.numel() for weight in weights)  # 4-bit weights are packed
 
@@ -129,8 +129,8 @@ def check_saved_model(folder: str) -> None:
 def check_tensors(name: str, config: transformers.PreTrainedConfig) -> None:
     """Raise UserError unless the files of the model at `name` have exactly the tensors that `config` asks for.
 
-    Only names and shapes are read. transformers would only warn, and fill a missing tensor with random numbers. Its
-    report leaves out tied weights.
+    Only names and shapes are read. transformers would only warn, and fill a missing tensor with random numbers. Tied
+    weights are not reported as missing.
     """
     empty = {"device_map": {"": "meta"}, "ignore_mismatched_sizes": True, "output_loading_info": True}
     with reading(name, "config.json and weights"):
@@ -161,7 +161,7 @@ def load_config(name: str) -> transformers.PreTrainedConfig:
 
 
 def read_config(name: str) -> transformers.PreTrainedConfig:
-    """Like `load_config`, without a look at the weights, which a hub name may still have to download."""
+    """Like `load_config`, but read no weights, which may still have to be downloaded from the hub."""
     with reading(name, "config.json"):
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         find_family(config, name)
@@ -183,7 +183,7 @@ def read_config(name: str) -> transformers.PreTrainedConfig:
 
 
 def _has_untold_lm_head(config: transformers.PreTrainedConfig, name: str) -> bool:
-    """Return whether the model at `name` has an lm_head of its own of which its config.json says nothing.
+    """Return whether the model at `name` has an lm_head of its own that its config.json does not mention.
 
     Releases of transformers before 5, which wrote such files, do not tie it; later ones do.
     """
@@ -365,8 +365,8 @@ def stop_tokens(
 ) -> list[int]:
     """Return all tokens that end a completion, as listed in the generation config, model config and tokenizer.
 
-    The token with which the chat template ends an answer is one of them, too: a base model may list only another one,
-    at which nothing that is trained here ends (Qwen2.5: <|im_end|>). Raises UserError if one of them is not a number.
+    The token with which the chat template ends an answer (Qwen2.5: <|im_end|>) is one of them, too: completions end
+    with it here, and a base model may list only another token. Raises UserError if one of them is not a number.
     """
     tokens = [tokenizer.eos_token_id]
     for source in (generation, config, getattr(config, "text_config", None)):
@@ -381,7 +381,7 @@ def stop_tokens(
 
 def end_token(tokenizer: transformers.PreTrainedTokenizerBase) -> int | None:
     """Return the token with which the chat template ends an answer; None if there is no template, or no such token."""
-    with contextlib.suppress(ValueError):  # it refuses answers
+    with contextlib.suppress(ValueError):  # the template refuses answers
         end = tokenizer.chat_template and answer_end(tokenizer)[1]
         return tokenizer.convert_tokens_to_ids(end) if end else None
     return None

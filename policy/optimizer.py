@@ -83,7 +83,7 @@ def make_adamw(
     """Return AdamW over `parameters`, by default all trained ones, for a run of `updates` updates.
 
     Weight decay applies to matrices, not to norms and biases. The last two groups are the vision tower's, and empty if
-    it is frozen. A resumed run, whose rates may differ, has the same groups.
+    it is frozen. A resumed run has the same groups, even if its rates differ.
     """
     tower = set(vision_parameters(policy.model))
     rates = flags.learning_rate, flags.learning_rate if flags.vision_rate is None else flags.vision_rate
@@ -107,12 +107,12 @@ def make_schedule(optimizer: Optimizer, flags: PolicyFlags, updates: int) -> Lam
 
 
 OPTIMIZERS = {"default": make_adamw}
-"""Replace the entry to train with other optimizers, each with a LambdaLR, and each trained parameter in one of them.
+"""Replace the entry to train with other optimizers. Each has a LambdaLR, and each trained parameter is in one of them.
 
 Memory is planned for AdamW's two moments of each trained weight.
 
-A checkpoint holds the `state` of the parameters, and what an optimizer changes in its groups. State of the shape of its
-parameter must be sharded like it, as `torch.zeros_like(parameter)` is; other state must be equal on all processes.
+A checkpoint holds the `state` of the parameters, and what an optimizer changes in its groups. State with the shape of a
+parameter must be sharded like it: use `torch.zeros_like(parameter)`. Other state must be equal on all processes.
 """
 
 
@@ -126,7 +126,7 @@ def init_adam_state(optimizer: torch.optim.AdamW) -> None:
     for parameter, fused in parameters:
         step = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu")
         optimizer.state[parameter] = {"step": step} | {name: torch.zeros_like(parameter) for name in MOMENTS}
-        for name in MOMENTS if slots else ():  # at once, so that the GPU never holds all of them
+        for name in MOMENTS if slots else ():  # moved now, so that the GPU never holds all of them
             moment = local_tensor(optimizer.state[parameter][name])
             moment.data = next(slots).view(moment.shape)
 

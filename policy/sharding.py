@@ -27,9 +27,9 @@ from policy.model import Policy, compute_dtype, is_quantised, load_model, vision
 
 AFTER_UPDATE: dict[str, Callable[[Policy, Policy, int, PolicyFlags], None]] = {}
 """Functions that change the reference: each is called with the policy, the reference, the number of updates so far and
-the flags, after every update that was neither skipped nor empty. It may change the weights that are trained, which
-checkpoints then hold. On a GPU, a reference that changes is kept in float32: bfloat16 would round small changes away.
-"""
+the flags, after every update that was neither skipped nor empty. It may change only weights that are trained in the
+policy, because checkpoints hold only these weights of the reference. On a GPU, a reference that changes is kept in
+float32: bfloat16 would round small changes away."""
 
 
 def load_reference(
@@ -37,7 +37,7 @@ def load_reference(
 ) -> Policy:
     """Return the reference of the KL term. It is fixed, unless there is a function in `AFTER_UPDATE`.
 
-    With an adapter, it is `policy` itself: `lora.reference_weights` turns a new adapter off, and a continued one back.
+    With an adapter, it is `policy` itself: `lora.reference_weights` turns a new adapter off, or restores a loaded one.
     Otherwise, the reference is the model at `name`, sharded and in the compute dtype. It then shares the vision tower
     of `policy`, unless that tower is trained. If it changes, it is in float32 and sharded like `policy`.
     """
@@ -49,7 +49,7 @@ def load_reference(
     if not flags.train_vision:  # from here on, the tower is the policy's, which is already prepared
         for name, part in vision_parts(policy.model).items():
             setattr(model.model, name, part)
-    reference = Policy(model.eval().requires_grad_(bool(AFTER_UPDATE) and flags.train_vision))  # only a trained tower
+    reference = Policy(model.eval().requires_grad_(bool(AFTER_UPDATE) and flags.train_vision))  # to shard the tower
     return apply_fsdp(reference, device, dtype, sharding, offload="reference" in flags.offload).requires_grad_(False)
 
 
@@ -188,7 +188,7 @@ def reduce_gradients(policy: Policy, now: bool) -> None:
     """Set whether the next backward pass averages gradients over the processes (`now`), or leaves that to a later pass.
 
     If every process holds all weights, gradients are accumulated in float32 until then. If the weights are sharded,
-    only the mean over copies of the weights is left to the later pass, for lack of memory for all gradients.
+    only the mean over copies of the weights is left to the later pass: full gradients would not fit.
     """
     if not isinstance(policy, FSDPModule):
         return

@@ -4,8 +4,8 @@
 
 A checkpoint holds the trained parameters and the optimizer state in `torch.distributed.checkpoint` format, the random
 states of every process, the prompts that partial rollouts have in flight, and `state.json` with everything else.
-Threads write the tensors while training continues: nothing changes them until the next optimizer step, which waits
-until all have been read (`Saver.wait_until_read`): on a GPU, until parts/fast has copied them to host memory.
+Threads write the tensors while training continues. The next optimizer step, which changes them, first waits until they
+have been read (`Saver.wait_until_read`): on a GPU, until parts/fast has copied them to host memory.
 `run_folder.py` names, finds and deletes the checkpoints of a run.
 """
 
@@ -174,7 +174,7 @@ class Saver:
                 collector = dict(state["collector"])
                 if in_flight := collector.pop("in_flight", None):  # they hold tensors
                     torch.save(in_flight, partial / IN_FLIGHT)
-                text = json.dumps(state | {"collector": collector}, indent=1, default=float)  # an optimizer's tensors
+                text = json.dumps(state | {"collector": collector}, indent=1, default=float)  # for optimizers' tensors
                 (partial / "state.json").write_text(hide_credentials(text))
         except (OSError, RuntimeError, TypeError, ValueError) as exception:  # of a full disk, or what JSON cannot hold
             error = self._describe(exception)
@@ -190,8 +190,8 @@ class Saver:
 
     def _write(self, tensors: dict[str, Any], step: int) -> None:
         """Write `tensors` and publish the checkpoint. Runs in the writing thread."""
-        # The files are flushed to disk when the checkpoint is published. One thread alone would write from the default
-        # stream, behind the work of training. In a file of several tensors, torch would keep them all in host memory.
+        # `publish` flushes the files to disk. With a single thread, torch would copy on the default stream, after all
+        # queued work of training. With several tensors in a file, torch would hold all of them in host memory.
         options = {"thread_count": WRITING_THREADS, "sync_files": False, "single_file_per_rank": False}
         writer = FileSystemWriter(self.folder.partial(step), **options)
         fast = host_copies()
@@ -220,7 +220,7 @@ class Saver:
 
 
 def host_copies() -> ModuleType | None:
-    """Return parts/fast on a GPU. On a CPU and without it, the next update waits until a checkpoint is written."""
+    """Return parts/fast on a GPU, if it is there. If None, the next update waits until a checkpoint is written."""
     return extra("fast") if torch.cuda.is_available() else None
 
 
@@ -247,11 +247,11 @@ def state_tensors(policy: Policy, reference: Policy | None, optimizers: Optimize
 
 
 def parts_of(policy: Policy, optimizers: Optimizers) -> list[str]:
-    """Return the names of what a checkpoint and the run that it resumes must both have."""
+    """Return the names of what a run and its checkpoint must share: each optimizer's parameters, and `AFTER_UPDATE`."""
     names = {parameter: name for name, parameter in policy.named_parameters()}
     parts = []
     for i, (optimizer, _) in enumerate(optimizers, 1):
-        kind = "AdamW" if isinstance(optimizer, torch.optim.AdamW) else type(optimizer).__name__  # also if offloaded
+        kind = "AdamW" if isinstance(optimizer, torch.optim.AdamW) else type(optimizer).__name__  # offloaded or not
         parts += [f"{names[p]} in optimizer {i} ({kind})" for group in optimizer.param_groups for p in group["params"]]
     return parts + [f"AFTER_UPDATE[{name!r}]" for name in AFTER_UPDATE]
 
@@ -337,7 +337,7 @@ def check_parts(folder: Path, state: dict[str, Any], policy: Policy, optimizers:
 
 
 def load_checkpoint(folder: Path, policy: Policy, reference: Policy | None, optimizers: Optimizers) -> None:
-    """Load the tensors and random states of `folder`. Raises UserError, within `reading`, if they do not suit.
+    """Load the tensors and random states of `folder`. Within `reading`, raises UserError if they do not fit the run.
 
     The number of processes may differ from that of the saved run; additional processes keep their initial random
     states. Learning rate and weight decay are those of the new command.
@@ -372,7 +372,7 @@ def _make_state(folder: Path, policy: Policy, optimizers: Optimizers) -> None:
 
 
 def check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Print the settings that have changed. Raise UserError if one of them, in `MUST_MATCH`, must not change."""
+    """Print the settings that have changed. Raise UserError if one of them is in `MUST_MATCH`."""
     new = json.loads(hide_credentials(json.dumps(new)))
     ignored = {field.name for field in fields(RunFlags)} - {"eval_data", "eval_every"}
     changes = {

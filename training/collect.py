@@ -56,7 +56,7 @@ class Collector:
         self.stream.rewarded = {row: tuple(each) for row, each in state.get("rewarded", {}).items()}
 
     def steps_left(self, step: int) -> int:
-        """Return the number of steps left after `step`. Without `max_steps`, every P prompts drawn count as one."""
+        """Return the number of steps left after `step`. Without `max_steps`, every P prompts drawn count as a step."""
         return self.total_steps - (step if self.cfg.max_steps else self.position // self.cfg.prompts_per_step)
 
     def collect(self, policy: Policy, advantages_of: AdvantagesOf, step: int) -> tuple[list[ScoredGroup], GroupRewards]:
@@ -88,7 +88,7 @@ class Collector:
         advantages_of: AdvantagesOf,
         step: int,
     ) -> tuple[list[ScoredGroup], list[list[Rewards]]]:
-        """Return the groups of the first round that have an advantage without the overlong penalty, and further ones.
+        """Return those of `groups` and of further rounds that have a nonzero advantage without the overlong penalty.
 
         Rounds are sampled until P groups are kept, or the limit is reached. If none is kept, the groups are those of
         the last round, with rewards of 0.
@@ -117,14 +117,14 @@ class Collector:
         return groups, [rewards[i] for i in chosen]
 
     def _usable(self, rewards: GroupRewards, advantages_of: AdvantagesOf) -> list[int]:
-        """Return the indices of the groups that have an advantage."""
+        """Return the indices of the groups that have a nonzero advantage without the overlong penalty."""
         if self.scorer.penalty:
             rewards = self.scorer.penalty.taken_from(rewards)
         advantages = advantages_of(rewards, dict(self.scorer.weights), self.cfg)
         return advantages.nan_to_num().flatten(1).any(dim=1).nonzero()[:, 0].tolist()
 
     def sample_round(self, policy: Policy, step: int) -> tuple[list[ScoredGroup], list[list[Rewards]]]:
-        """Sample and score P prompts: this process's groups, and the rewards of all processes in prompt order."""
+        """Sample and score P prompts; return this process's groups, and all processes' rewards in prompt order."""
         self.policy = policy
         drawn = self.draw(step)  # of all processes, like `chosen`
         local_indices = self.assign(drawn)

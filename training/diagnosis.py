@@ -11,7 +11,7 @@ MOST = 0.5  # of the completions
 NEAR_ZERO = 0.005  # nats per token; a tenth of the demo's, whose format fixes nearly every token
 FEW_CALLS = 0.05  # of the completions with an environment; a model that learns to call begins with more
 COLLAPSED, GROWN = 1 / 3, 2  # length relative to the first steps; healthy answers may become half as long
-NO_LOSS = 0.01  # nats per token; twice a held-out loss that is smaller is still a good one
+NO_LOSS = 0.01  # nats per token; a held-out loss below it is still good after it has doubled
 NEARLY_ALL = 0.95  # of the held-out rows; above, no higher exact match can be expected
 
 WARNINGS = {
@@ -59,10 +59,10 @@ def problems(history: list[dict[str, Any]], example: str = "see completions.html
     rises = len(later) >= FIRST and all(row["reward"] > max(rewards) for row in later[-FIRST:])
     evaluated = [row for row in history if row.get("eval/exact_match", row.get("eval/loss")) is not None]
     exact = measured("eval/exact_match", evaluated)
-    scores = exact if any(exact) else measured("eval/reward", evaluated)  # no answer may ever get a full reward
+    scores = exact if any(exact) else measured("eval/reward", evaluated)  # perhaps no answer ever gets a full reward
     scores = scores or [1 / max(loss, NO_LOSS) for loss in measured("eval/loss", evaluated)] or [0]  # of sft.py
     no_signal = always("frac_reward_zero_std", 1, 1)
-    # Of an unknown format, answers may be whole if they were cut off from the start and their rewards differ.
+    # If the format is unknown, answers that were always cut off may still be whole, provided that their rewards differ.
     always_cut_off = fmean(measured("completions/clipped_ratio", first) or [0]) >= MOST
     unknown = recent and recent[-1].get("completions/format_rate") is None and (no_signal or not always_cut_off)
     holds = {
@@ -85,7 +85,7 @@ def problems(history: list[dict[str, Any]], example: str = "see completions.html
 
 
 def keep(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
-    """Append `row`, and drop one that matters no more: not of the first or the last, and without held-out scores."""
+    """Append `row`; drop a row without held-out scores that is neither among the first rows nor among the last."""
     rows.append(row)
     if len(rows) > 4 * FALLEN and not any(name.startswith("eval/") for name in rows[-2 * FALLEN]):
         del rows[-2 * FALLEN]  # more than FALLEN stay at either end, as a step may have no reward
@@ -99,5 +99,5 @@ def is_metrics(row: dict) -> bool:
 
 
 def shows_reward(rows: list[dict]) -> bool:
-    """Return whether the reward says something about a run: not beside a teacher, if it has been 0 in all `rows`."""
+    """Return whether the reward says something about a run: with a teacher, only if it is nonzero in some row."""
     return any(row.get("reward") for row in rows) or not any("teacher_kl" in row for row in rows)

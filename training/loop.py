@@ -32,7 +32,7 @@ MAX_SKIPPED = 3  # skipped updates in a row after which a run stops, at the end 
 
 @dataclass
 class Run:
-    """What a training step needs, and who keeps the progress of the run."""
+    """What a training step needs, and the objects that keep the progress of the run."""
 
     cfg: Config
     policy: Policy
@@ -60,7 +60,7 @@ class Loop:
     def __init__(
         self, checkpoints: Saver, eval_samples: list[Sample], interrupted: list[int], evaluate: Evaluate | None = None
     ):
-        """`eval_samples`: the held-out rows, if any, and how they are scored; for `interrupted`, see `Collector`."""
+        """`eval_samples`: the held-out rows, if any; `evaluate` scores them. For `interrupted`, see `Collector`."""
         self.evaluate = evaluate or score_completions
         self.checkpoints, self.eval_samples, self.interrupted = checkpoints, eval_samples, interrupted
         self.eval_due = bool(eval_samples)  # whether the policy has to be evaluated before the next step
@@ -178,7 +178,7 @@ def score_completions(run: Run, samples: list[Sample]) -> dict[str, float]:
 
 
 def closing_lines(cfg: Config, has_checkpoint: bool, has_pages: bool) -> str:
-    """Return where a finished run has its model, page and metrics, and the commands that go on from there."""
+    """Return where a finished run has its model, page and metrics, and the commands for what comes next."""
     run, base, model = map(shlex.quote, (cfg.output, cfg.model, f"{cfg.output}/final"))
     lines = [f"model     {model}", f"metrics   {run}/metrics.jsonl"]
     lines += [f"page      {run}/index.html, with its pictures"] if cfg.report_every and has_pages else []
@@ -193,7 +193,7 @@ def closing_lines(cfg: Config, has_checkpoint: bool, has_pages: bool) -> str:
 
 
 def state_of(run: Run) -> dict[str, Any]:
-    """Return all that a step changes but the policy's and the optimizer's tensors and the random states."""
+    """Return what a step changes, except the tensors of the policy and the optimizers, and the random states."""
     progress = {"step": run.step, "eval_due": run.loop.eval_due}
     return progress | {"collector": run.collector.state_dict(), "updater": run.updater.state_dict()}
 

@@ -118,7 +118,7 @@ def memory_flushes() -> int:
 
 
 def host_memory() -> float:
-    """Return the GiB that all programs use of this machine's memory, without cached files; 0 if it does not tell."""
+    """Return the GiB that all programs use of this machine's memory, without cached files; 0 if unknown."""
     with contextlib.suppress(OSError, KeyError), open(MEMINFO, encoding="ascii") as file:
         kib = {line.split(":")[0]: int(line.split()[1]) for line in file}
         return (kib["MemTotal"] - kib["MemAvailable"]) / 2**20
@@ -136,7 +136,7 @@ def logp_difference(batch: PackedBatch, trainer_logp: Tensor) -> dict[str, Tenso
     with_image = batch.values.has_image & fresh
     difference = (trainer_logp - batch.values.sampling_logp).abs() * fresh
     sums = {"difference": difference.sum(), "difference_max": difference.max(), "fresh_tokens": fresh.sum()}
-    # None if there is no teacher, but not in a dummy batch: all have the same sums
+    # Without a teacher, None in all but dummy batches. Every batch must have the same sums.
     teacher_logp = trainer_logp if batch.values.teacher_logp is None else batch.values.teacher_logp
     sums["teacher_kl"] = ((trainer_logp - teacher_logp) * (batch.values.token_weights > 0)).sum()
     return sums | {"image_fresh_tokens": with_image.sum(), "image_difference": (difference * with_image).sum()}

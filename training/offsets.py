@@ -17,7 +17,7 @@ from grading.answers import without_marks
 
 
 def in_tokens(group: ScoredGroup, processor: Processor) -> list[Rewards]:
-    """Return the rewards of `group` with spans counted in tokens. Those without a token are left out."""
+    """Return the rewards of `group` with spans counted in tokens. Spans without a token are left out."""
     found = []
     for rollout, rewards in zip(group.rollouts, group.rewards):
         first, opening = 0, group.prompt.opening
@@ -47,4 +47,4 @@ def token_starts(rollout: Rollout, opening: str, processor: Processor) -> list[i
         text, pending = text + (decoded or ""), [*pending, token] if decoded is None else []
     if not (text.startswith(rollout.text) or rollout.text.startswith(text)):  # with a stop token, or half a character
         raise StepFailed(f"spans need a tokenizer that decodes token by token, but {rollout.text[:60]!r} changes")
-    return [*accumulate(reversed(starts), min)][::-1]  # a token inside a mark starts where the text after it does
+    return [*accumulate(reversed(starts), min)][::-1]  # a token in a mark starts where the text after the mark does

@@ -68,7 +68,7 @@ class PromptStream:
         """The mean completion length in tokens of each row when it was last sampled. The keys are row indices as
         text, because a checkpoint holds this dict as JSON."""
         self.rewarded: dict[str, tuple[int, float]] = {}
-        """How each row was rewarded so far: its scored completions, and the mean of their rewards; keys as above."""
+        """How each row was rewarded so far: number of scored completions, and mean of their rewards; keys as above."""
 
     def draw(self, positions: Sequence[int], step: int, cfg: Config | None = None) -> list[DrawnPrompt]:
         """Draw the prompts at `positions` after `step` steps; `ORDERS` decides which rows they are."""
@@ -145,8 +145,8 @@ nothing else that changes."""
 def _expected_tokens(rollout: Rollout, expected: float, max_length: int) -> float:
     """Return how many more tokens `rollout` is expected to get.
 
-    Up to half of the `expected` length, it is the rest of that length. Beyond, it is as many as `rollout` already has:
-    what has taken long takes long.
+    Until `rollout` has half of its `expected` length, this is the rest of that length. After that, it is as many tokens
+    as `rollout` already has, within `max_length`: a completion that is long already is likely to become much longer.
     """
     length = len(rollout.ids)
     return 0.0 if rollout.finished else min(max(expected - length, length), max_length - length)
@@ -172,7 +172,7 @@ def row_at(position: int, rows: int, seed: int, batch: int = 1, drop_last: bool 
 def _epoch_order(rows: int, seed: int, epoch: int, batch: int) -> np.ndarray:
     """Return the rows of an epoch in an order in which its first batch repeats none of the previous epoch's last rows.
 
-    That depends on the previous epoch's order, and so on, back to an epoch that begins with a batch of its own.
+    The order depends on that of the previous epoch, and so on, back to an epoch that begins with a new batch.
     """
     order = np.empty(0, dtype=int)
     period = batch // math.gcd(rows, batch) if batch <= rows else 1

@@ -46,7 +46,7 @@ def start(
 
     The order matters. Flags, output folder and rows are checked first, so that a mistake is found within seconds. The
     sampler starts before the policy is moved to the GPUs, because vLLM measures the free memory. The micro-batches are
-    sized once the models are in place; what the optimizer will take is computed. The output folder is changed last,
+    sized once the models are in place; the optimizer's future memory is computed. The output folder is changed last,
     after all checks have passed. A resumed run gets the tensors and random states of its checkpoint from
     `load_checkpoint`, and everything else (position in the data, schedule, …) from `load_state`.
     """
@@ -65,7 +65,7 @@ def start(
     policy, reference, teacher, engine, tokens = load_models(cfg, stream.processor, limits, device)
     distributed.use_one_thread(device)  # not later, since torch.compile would compile everything anew
     clock = Clock()
-    interrupted: list[int] = []  # shared by the owners, as the clock is
+    interrupted: list[int] = []  # shared by the objects below, like the clock
     collector = make(cfg, stream, engine, scorer, clock, interrupted)
     optimizers = OPTIMIZERS["default"](policy, cfg, collector.total_steps * cfg.updates_per_step)
     torch.manual_seed(cfg.seed + distributed.rank())  # for dropout; a checkpoint restores its own random state
@@ -82,7 +82,7 @@ def start(
             checkpoint.load_checkpoint(resume.checkpoint, policy, reference, optimizers)
             load_state(run, state)
             has_same_rows = checkpoint.is_same_setting(state["config"]["eval_data"], cfg.eval_data)
-            loop.eval_due = bool(eval_samples) and (loop.eval_due or not has_same_rows)  # others have no score yet
+            loop.eval_due = bool(eval_samples) and (loop.eval_due or not has_same_rows)  # other rows have no score yet
     run.log = prepare_output(cfg, folder, resumed_step, collector)
     return run
 
@@ -167,7 +167,7 @@ def check_inputs(cfg: Config) -> tuple[PromptStream, list[Sample], Scorer, Reque
 
 
 def check_state(cfg: Config, stream: PromptStream, resume: ResumePlan) -> dict[str, Any]:
-    """Return the state of the checkpoint to resume from, but for its tensors and random states.
+    """Return the state of the checkpoint to resume from, except its tensors and random states.
 
     Raises UserError if the run cannot continue with the flags `cfg`.
     """

@@ -148,7 +148,7 @@ class RunFolder:
 def checkpoints_by_step(folder: Path) -> dict[int, Path]:
     """Return the folders in `folder` that are named `checkpoint-STEP`, keyed by step."""
     matches = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("checkpoint-*")]
-    return {int(match[1]): path for match, path in matches if match and path.exists()}  # no link to nothing
+    return {int(match[1]): path for match, path in matches if match and path.exists()}  # no broken links
 
 
 def named_checkpoint(folder: Path, flag: str) -> Path:

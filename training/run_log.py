@@ -102,9 +102,9 @@ class RunLog:
     def print_step(self, step: int, steps_left: int, metrics: dict[str, float]) -> None:
         """Print one line, of at most 80 characters, for a step or for the evaluation before the first step.
 
-        `signal` is the share of groups whose rewards differ. With a teacher, its KL stands there instead, and the
-        reward only if one counts. The exact match on held-out rows or, if not measured, the time left, from the mean
-        time of this process's steps and evaluations, ends the line. New warnings follow.
+        `signal` is the share of groups whose rewards differ. With a teacher, its KL replaces `signal`, and the reward
+        is left out if it has always been 0. The line ends with the held-out score or, if there is none, the time left,
+        estimated from the mean time of this process's steps and evaluations. New warnings follow.
         """
         if not metrics or not console.is_main():
             return

@@ -7,7 +7,7 @@ from data import Processor, load_processor, validate_rows
 
 
 def load_teacher_processor(cfg: Config, processor: Processor, samples: list[Sample]) -> Processor:
-    """Return what encodes prompts for the teacher: `processor` itself if it sees them as the policy does.
+    """Return what encodes prompts for the teacher: `processor` if the teacher sees them as the policy does.
 
     Raises UserError if the teacher has another vocabulary, since it is asked about the tokens that the policy samples,
     or if it cannot take the prompt of one of the `samples`.

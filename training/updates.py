@@ -62,7 +62,7 @@ class Updater:
         self.problems: list[str] = []  # why updates of the current step were skipped
         self.norms: list[float] = []  # gradient norms of the last 50 effective updates
         self.by_turn: dict[str, float] = {}  # metrics of the turns of the current step
-        self.difference_by_turn: Any = None  # that of `parts.turns.environment.RunEnvironment`, which returns them
+        self.difference_by_turn: Any = None  # `difference_by_turn` of parts/turns, which returns these metrics
         self.fast = extra("fast") if next(policy.parameters()).is_cuda else None
         self.mfu = self.fast.Mfu(policy) if self.fast else None
 
@@ -123,7 +123,7 @@ class Updater:
         ]
 
     def step(self, groups: list[Group], backward: Backward) -> None:
-        """Take one optimizer step on `groups`. It is skipped if the loss or the gradient is not finite, or zero.
+        """Take one optimizer step on `groups`; skip it if the loss or gradient is not finite, or the gradient is zero.
 
         Raises StepFailed if the log-probabilities of sampler and trainer differ too much, and Interrupted after a
         signal, both only before the first update of a step.
@@ -178,7 +178,7 @@ class Updater:
     def _judge(
         self, stats: dict[str, Tensor], grad_norm: Tensor, groups: list[Group], logps: list[Tensor]
     ) -> dict[str, bool]:
-        """Decide whether the gradient is used, and remember it; see `step`."""
+        """Decide whether the gradient is used, and record this for later updates; see `step`."""
         problem = guards.describe_nonfinite(stats, grad_norm, groups, logps)
         is_empty = not grad_norm
         if problem:
@@ -198,7 +198,7 @@ class Updater:
     def end_step(self, num_rounds: int) -> dict[str, float]:
         """End a step; return the learning rate of the next update as a metric.
 
-        Without `max_steps`, the schedule counts rounds of sampling: it steps over further ones, which had no update.
+        Without `max_steps`, the schedule counts rounds of sampling, so it also advances for each round after the first.
         """
         self.updates, self.problems = [], []
         if not self.cfg.max_steps:
