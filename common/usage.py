@@ -54,7 +54,7 @@ def sections_of(config: type) -> list[tuple[str, type]]:
     """Return the sections of `--help`: a script's own flags, the common ones, those of each class, those of parts."""
     named = [("common", "The flags that most runs need.", COMMON)]
     for each in reversed(config.__mro__):
-        text = (each is not config and each.__doc__) or ""  # that of `config` is printed above all sections
+        text = "" if each.__doc__ == config.__doc__ else each.__doc__ or ""  # that one is above all sections
         named.append((title_of(each), text, list(vars(each).get("__annotations__", ()))))
     named += [("parts", "The flags of the optional code in parts/.", OF_PARTS)]
     named.sort(key=lambda section: section[0] != "main")

@@ -365,7 +365,7 @@ def bytes_per_token(
     if copies:  # an expert's output is kept, and a trained one's input; Aria's shared experts are as wide as others
         width = copies * getattr(config, "moe_intermediate_size", width)
         width += getattr(config, "moe_num_shared_experts", 0) * config.intermediate_size
-        copies *= 1 + any(p.requires_grad for name, p in policy.named_parameters() if ".experts." in name)
+        copies *= 2 if any(p.requires_grad for name, p in policy.named_parameters() if ".experts." in name) else 1
     full_layer = size * ((9 + copies) * config.hidden_size + 3 * width) * (1.0 if compiled else 1.5)
     layers = (config.num_hidden_layers - num_checkpointed) * full_layer + num_checkpointed * layer_input + full_layer
     linear_layers = (getattr(config, "layer_types", None) or []).count("linear_attention")
@@ -395,8 +395,8 @@ def adapted_expert_bytes(policy: Policy, num_checkpointed: int, dtype: torch.dty
     """
     layers = language_model(policy.model).layers
     is_adapted = any(hasattr(layer, "parameter_name") for layer in adapted_layers(layers).values())
-    experts = sum(p.numel() for p in routed_experts(policy.model).values()) * dtype.itemsize
-    return is_adapted * experts * (len(layers) - num_checkpointed + 1) // len(layers)
+    experts = sum(p.numel() for p in routed_experts(policy.model).values()) * dtype.itemsize if is_adapted else 0
+    return experts * (len(layers) - num_checkpointed + 1) // len(layers)
 
 
 def set_checkpointing(policy: Policy, num_checkpointed: int) -> None:

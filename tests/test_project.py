@@ -491,6 +491,12 @@ def test_the_types_of_every_source_are_checked():
     )
 
 
+def test_the_newest_gpu_requirements_differ_only_in_what_they_are_for():
+    core, newest = requirements("requirements.txt"), requirements("requirements-gpu-newest.txt")
+    changed = {name for name, version in core.items() if newest.get(name) != version}
+    assert changed == {"torch", "pillow", "playwright"}, "the last is for tests of pages"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["requirements-gpu.txt", "requirements-gpu-newest.txt"])
 @pytest.mark.parametrize("python", ["3.11", "3.12"])

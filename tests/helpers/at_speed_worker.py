@@ -77,7 +77,8 @@ def both_losses(
 def compare(model: str, data: str, beta: float, idle: bool) -> dict[str, list[float]]:
     """Return how far apart the two are in each step, and what shares of the tokens were clipped and capped.
 
-    The loss is that before the first and after the last update, and `changed` says by how much it has.
+    The loss is compared before the first and after the last update; `changed` is how much it changes in between.
+
     `idle`: every other prompt has no advantages, so that without a KL term, the second process has nothing to do.
     """
     run, prompts = prepared(model, data, beta)
