@@ -222,7 +222,7 @@ def write_results(
     scores = {name: value for name, value in sources.items() if value is not None} | scores
     comparison = baseline.compare(*compared, predictions) if baseline else {}
     run = read_jsonl(folder.parent / "metrics.jsonl")  # if the folder is inside a run's folder
-    step = {"step": run[-1]["step"]} if run and "step" in run[-1] else {}
+    step = {name: run[-1].get(name) for name in ("step", "step_time")} if run and "step" in run[-1] else {}
     write_predictions(folder, scores | comparison | step, predictions)
     if (folder / "baseline").is_dir():  # then the page may be that of an earlier comparison
         (folder / "completions.html").unlink(missing_ok=True)

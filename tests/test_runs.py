@@ -153,6 +153,7 @@ def test_the_final_model_scores_as_the_trained_one_did(run, evaluated):
         assert scores[name] == last[f"eval/{name}"]
     predictions = read_jsonl(evaluated / "predictions.jsonl")
     assert len(predictions) == scores["n"] == last["eval/rows"] == 12 and scores["step"] == last["step"]
+    assert scores["step_time"] == last["step_time"], "by which the page of the run knows that the step is its own"
 
 
 def test_training_moves_what_it_should_and_nothing_else(run, tiny_model):

@@ -223,7 +223,7 @@ def write_page(folder: pathlib.Path) -> None:
 def write_index(folder: pathlib.Path) -> None:
     """Write `index.html`: what a run is and has reached, its warnings, its pictures, and links to what else there is.
 
-    Scores of an earlier step than the newest, as after a resume, have that step beside them.
+    What an evaluation is of stands beside it, unless it is of the newest step.
     """
     rows, config = read_jsonl(folder / "metrics.jsonl", is_metrics), _read_object(folder / "config.json")
     newest = rows[-1]["step"] if rows else 0
@@ -233,7 +233,8 @@ def write_index(folder: pathlib.Path) -> None:
         scores = [(row[f"eval/{name}"], row["step"]) for row in rows if row.get(f"eval/{name}") is not None]
         ends = dict.fromkeys(f"{score:.3f} (step {step})" for score, step in scores[:1] + scores[-1:])
         facts[f"held-out {name}"] = " → ".join(ends)  # before and after
-    evaluations = {path.parent.name: _read_object(path).get("step", newest) for path in folder.glob("*/scores.json")}
+    found = {path.parent.name: _read_object(path) for path in folder.glob("*/scores.json")}
+    evaluations = {name: _evaluated(scores, rows, newest) for name, scores in found.items()}
     files = ["completions.html", "metrics.jsonl", "config.json", "final", *sorted(evaluations), "curves.png"]
     files += [f"{name}/scores.png" for name in sorted(evaluations)]
     save_page(
@@ -243,8 +244,20 @@ def write_index(folder: pathlib.Path) -> None:
         facts=facts,
         warnings=all_problems(rows).values(),
         files=[name for name in files if (folder / name).exists()],
-        older={name: step for name, step in evaluations.items() if step != newest},
+        older={name: what for name, what in evaluations.items() if what},
     )
+
+
+def _evaluated(scores: dict, rows: list[dict], newest: int) -> str:
+    """Return what the evaluation with these `scores` is of, or "" if it is of the `newest` step.
+
+    A run that replaces another has the same steps, but they do not take the same time.
+    """
+    step = scores.get("step", newest)
+    row = next((row for row in rows if row["step"] == step), {})
+    if scores.get("step_time") not in (None, row.get("step_time")):
+        return "an earlier run"
+    return f"step {step}" if step != newest else ""
 
 
 def _read_object(path: pathlib.Path) -> dict:

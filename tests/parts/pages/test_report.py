@@ -96,6 +96,23 @@ def test_the_page_of_a_run_says_what_it_is_and_what_it_has_reached(tmp_path):
     assert page.count("of step ") == 2
 
 
+def test_an_evaluation_of_a_run_that_was_replaced_is_said_to_be_of_it(tmp_path):
+    """A run with the same number of steps has replaced it, so the step alone does not tell."""
+    rows = [{"step": 0, "eval/exact_match": 0.25}, {"step": 1, "step_time": 1.5}, {"step": 2, "step_time": 2.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    times = {"first": (1, 1.5), "last": (2, 2.5), "replaced": (2, 2.6), "beyond": (9, 1.5), "unknown": (2, None)}
+    for name, (step, step_time) in times.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "scores.json").write_text(json.dumps({"step": step, "step_time": step_time}))
+    write_index(tmp_path)
+    shown = re.findall(r'<a href="(\w+)">\w+</a>(?: \((.*?)\))?', (tmp_path / "index.html").read_text())
+    assert dict(shown) == dict.fromkeys(("replaced", "beyond"), "of an earlier run") | {
+        "first": "of step 1",
+        "last": "",
+        "unknown": "",
+    }
+
+
 def scored_group(name: str, step: int) -> ScoredGroup:
     """Return the group of a row with two images, whose reward is the sum of two."""
     image = Image.new("RGB", (8, 8))
