@@ -65,15 +65,16 @@ def test_the_page_has_the_newest_groups_and_names_damaged_lines_by_their_numbers
 
 def test_the_page_of_a_run_links_to_what_is_there(tmp_path):
     run = tmp_path / "a & b"
-    (run / "eval").mkdir(parents=True)
-    for name in ("curves.png", "config.json", "eval/scores.json", "eval/scores.png"):
+    for name in ("eval", "eval #2"):
+        (run / name).mkdir(parents=True)
+    for name in ("curves.png", "config.json", "eval/scores.json", "eval/scores.png", "eval #2/scores.json"):
         (run / name).touch()
     rows = [{"step": step, "reward": 0.0, "frac_reward_zero_std": 1.0} for step in range(1, 4)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_index(run)
     page = (run / "index.html").read_text()
     assert "<h1>Run a &amp; b</h1>" in page and page.count("warning: no group&#39;s rewards") == 1
-    assert re.findall(r'href="([^"]+)"', page) == ["metrics.jsonl", "config.json", "eval"]
+    assert re.findall(r'href="([^"]+)"', page) == ["metrics.jsonl", "config.json", "eval", "eval%20%232"]
     assert re.findall(r'src="([^"]+)"', page) == ["curves.png", "eval/scores.png"]
 
 
