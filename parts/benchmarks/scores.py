@@ -4,7 +4,6 @@ Of a benchmark, a prediction (evaluation/metrics.py) also holds the answer read 
 further numbers about it (`measures`).
 """
 
-import json
 import pathlib
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -17,6 +16,7 @@ import torch
 
 from common import console, distributed
 from common.errors import UserError, find_entry
+from common.files import json_lines
 from common.records import Sample
 from config import PolicyFlags
 from data import Processor, validate_rows
@@ -293,9 +293,10 @@ def load_baseline(cfg: Any) -> Policy:
 def pair_predictions(name: str | None, before: list[dict], after: list[dict]) -> list[tuple[dict, dict]]:
     """Pair the predictions of two models for the same row.
 
-    Two rows are the same when their columns match and, if all predictions record their images, the images match too.
-    Duplicate rows are paired in order, or left out when their number differs between the two models. A question of MME
-    is left out if the other question about its image has no pair.
+    Two rows are the same when their columns match, as predictions.jsonl has them (an empty cell is NaN in some tables,
+    and null in this file), and, if all predictions record their images, the images match too. Duplicate rows are paired
+    in order, or left out when their number differs between the two models. A question of MME is left out if the other
+    question about its image has no pair.
     """
     columns = [*(table.BENCHMARKS[name].columns if name else ("prompt", "answer"))]
     columns = [column for column in columns if column != "precision"]
@@ -303,7 +304,7 @@ def pair_predictions(name: str | None, before: list[dict], after: list[dict]) ->
         columns.append("image_digest")
 
     groups_before, groups_after = (
-        group_by(rows, [json.dumps([row.get(column) for column in columns], default=str) for row in rows])
+        group_by(rows, [json_lines([{column: row.get(column) for column in columns}]) for row in rows])
         for rows in (before, after)
     )
     matched = [(groups_before.get(key, []), rows) for key, rows in groups_after.items()]

@@ -24,12 +24,13 @@ pytest.importorskip("parts.workers", reason="needs parts/workers.py, which is no
 import evaluate
 import rewards
 from common.errors import UserError
+from common.files import read_jsonl
 from common.records import Sample
 from config import VerifierFlags
 from data import load_processor
 from evaluate import Config
 from evaluation import benchmarks
-from evaluation.predictions import format_table
+from evaluation.predictions import format_table, write_predictions
 from grading.answers import answer_part, short_answer
 from inputs.rows import RowError
 from parts.benchmarks.choices import chosen_letter, extract_choice, whole_number
@@ -887,6 +888,14 @@ def test_a_run_broken_off_goes_on(tiny_model, mme_folder, tmp_path, capsys):
     expected = (tmp_path / "whole" / "predictions.jsonl").read_text()
     assert (tmp_path / "killed" / "predictions.jsonl").read_text() == expected
     assert (tmp_path / "two" / "predictions.jsonl").read_text() == expected
+
+
+def test_a_row_with_an_empty_cell_is_found_in_a_saved_baseline(tmp_path):
+    """Some tables have NaN there. A file of predictions has null in its place."""
+    row = {"question": "q", "choices": float("nan"), "unit": float("nan"), "precision": 1.0, "answer": "2.5"}
+    rows = judged("mathvista", [row | {"question_type": "free_form", "answer_type": "float", "responses": ["2.5"]}])
+    write_predictions(tmp_path, {}, rows)
+    assert len(pair_predictions("mathvista", read_jsonl(tmp_path / "predictions.jsonl"), rows)) == 1
 
 
 def test_unequal_numbers_of_responses_and_rows():
