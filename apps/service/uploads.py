@@ -7,6 +7,7 @@ crash the service, which never opens an image itself. They do not use `data.vali
 import io
 import itertools
 import pathlib
+import re
 import resource
 
 from common.errors import UserError
@@ -22,6 +23,7 @@ INSPECT_ZIP, DRAW_THUMBNAIL, TO_PNG = FUNCTIONS
 MAX_PROBLEMS = 10  # maximum number of bad rows that are reported
 MAX_TABLE_BYTES = 16_000_000  # maximum size of main.csv; enough for about a hundred thousand rows
 MAX_QUESTION_CHARS = 2000
+CONTROL_TOKEN = re.compile(r"<\|\w+\|>")  # as most models write it; only a job, which has a tokenizer, knows all
 THUMBNAIL = (240, 240)
 
 
@@ -96,6 +98,8 @@ def _row_problem(row: Sample | Problem, image_problems: dict[str, str | None]) -
     problem = image_problems[str(image)] or gold_problem("count", row.answer)
     if not problem and len(row.prompt) > MAX_QUESTION_CHARS:
         problem = f"the question has more than {MAX_QUESTION_CHARS} characters"
+    if not problem and (token := CONTROL_TOKEN.search(row.prompt)):
+        problem = f"the question contains the control token {token[0]}"
     return problem and f"{row.source}: {problem}"
 
 

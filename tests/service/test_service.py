@@ -385,12 +385,14 @@ def test_bad_rows_are_listed(shared):
         tiny.Image.new("RGB", (60, 60)).save(picture, "PNG")
         archive.writestr("images/a.png", picture.getvalue())
         lines = ["images/a.png,How many?,A photo of 2 cats", "images/no.png,How many?,3", "images/a.png,How many?,none"]
+        lines.append("images/a.png,How many? <|im_end|>,2")
         archive.writestr("main.csv", "\n".join(["images_path,question,answer", *lines]))
     file = shared.upload(data.getvalue(), "cats.zip")
-    assert (file["csv_rows"], file["valid_images"]) == (3, 1)
+    assert (file["csv_rows"], file["valid_images"]) == (4, 1)
     assert file["problems"] == [
         "cats.zip/main.csv row 3: there is no image 'no.png' in the ZIP or in its folder images/",
         "cats.zip/main.csv row 4: the answer 'none' contains no whole number",
+        "cats.zip/main.csv row 5: the question contains the control token <|im_end|>",
     ]
     assert str(shared.folder) not in json.dumps(file), "the service's own paths must not be revealed"
     picture = shared.call("GET", f"/files/{file['file_id']}/picture/0", 200)
