@@ -919,6 +919,19 @@ def test_a_comparison_does_not_overwrite_its_baseline(tmp_path):
         Config(predictions=f"{tmp_path}/o/predictions.jsonl", benchmark="aime24", output=str(tmp_path / "o"), limit=1)
 
 
+def test_saved_predictions_do_not_delete_what_an_interrupted_evaluation_has_sampled(tmp_path):
+    saved, output = write_jsonl(tmp_path / "p.jsonl", [AIME | {"response": "5"}]), tmp_path / "o"
+    cfg = Config(predictions=saved, benchmark="aime24", output=str(tmp_path / "other"))
+    evaluate.main(cfg)
+    for folder in (output, output / "baseline"):
+        folder.mkdir()
+        (folder / "predictions.part").write_text("sampled in hours")
+    evaluate.main(replace(cfg, output=str(output), baseline=str(tmp_path / "other")))
+    for folder in (output, output / "baseline"):
+        assert (folder / "predictions.old").read_text() == "sampled in hours"
+        assert (folder / "predictions.jsonl").is_file() and not (folder / "predictions.part").exists()
+
+
 def test_a_page_is_removed_only_if_it_is_that_of_an_earlier_comparison(tmp_path):
     saved, output = write_jsonl(tmp_path / "p.jsonl", [AIME | {"response": "5"}]), tmp_path / "run"
     output.mkdir()
