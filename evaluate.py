@@ -84,6 +84,7 @@ class Config(EngineFlags, RewardFlags, DataFlags, SamplingFlags):
         require(bool(self.data or self.benchmark or self.predictions), "give data, a benchmark or predictions")
         require(self.model is not None or self.adapter is None, "adapter needs a model: give both")
         require(self.adapter is not None or not self.load_in_4bit, "load_in_4bit needs an adapter: give both")
+        require(not (self.benchmark and self.reward), "a benchmark has its own score and no reward: leave one out")
         require(not (self.picture and self.predictions), "picture needs a model, which answers again: leave one out")
         unsaved = self.baseline is not None and not self.baseline_is_saved
         require(not (self.load_in_4bit and unsaved), "load_in_4bit: baseline must be the output of an evaluation")

@@ -76,6 +76,11 @@ def test_config_refuses_what_cannot_work(bad):
         Config(model="m", data="d", **bad)
 
 
+def test_a_reward_is_not_silently_left_out_of_a_benchmark():
+    with pytest.raises(ValueError, match="a benchmark has its own score and no reward"):
+        Config(model="m", benchmark="mmstar", reward=("mine.py:brevity",))
+
+
 def test_completions_without_verdict_are_left_out_and_counted():
     rows = [row(["a"] * 4, [True] * 4, [1.0] * 4) for _ in range(9)]
     rows.append(row(["a"] * 4, [False, False, False, True], [None, None, None, 1.0]))
