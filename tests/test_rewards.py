@@ -59,6 +59,10 @@ def think(answer: str) -> str:
         ("７", 7),
         ("有12隻", 12),
         ("<answer>none</answer> 4", None),  # only the answer block counts, even if it contains no number
+        ("<think>First 9.</think>\n\nA photo of 3 cats", 3),
+        ("First 9.</think>\n\nA photo of 3 cats", 3),  # the chat template has opened the thinking
+        ("<think>Is it <answer>9</answer>?</think><answer>3</answer>", 3),
+        ("<think>I see 3", None),  # cut off before an answer
         ("<answer>4", 4),  # an unclosed tag does not make an answer block
         ("10²", 10),
         ("count...12", 12),
