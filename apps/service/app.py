@@ -103,7 +103,7 @@ class Config:
             require(0 < getattr(self, name) < 1e6, f"{name} must be above 0 and below a million")
 
 
-ERRORS = {status: {"description": HTTPStatus(status).phrase} for status in (400, 401, 404, 409, 413, 503, 507)}
+ERRORS = {status: {"description": HTTPStatus(status).phrase} for status in (400, 401, 403, 404, 409, 413, 503, 507)}
 api = APIRouter(responses=ERRORS)
 
 

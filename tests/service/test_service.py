@@ -959,6 +959,7 @@ def test_no_other_site_may_ask(shared):
     shared.call("GET", "/jobs", 403, headers={"Host": "evil.example"})
     shared.call("GET", "/jobs", 403, headers={"Origin": "http://[bad"})
     shared.call("GET", "/jobs", 200, headers={"Origin": shared.url})
+    assert "403" in shared.call("GET", "/openapi.json", 200).json()["paths"]["/jobs"]["get"]["responses"]
 
 
 def test_two_services_in_one_folder(service, tiny_model):
