@@ -173,9 +173,10 @@ def resume_key(cfg: Config, samples: list[Sample]) -> dict[str, Any]:
         images = [(str(image), file_version(image)) for image in sample.images]  # the repr of a Cell holds an address
         digest.update(repr((sample.source, *sample.texts, sample.system, images)).encode())
     key["rows"] = digest.hexdigest()
-    for name in ("model", "adapter", "baseline"):  # a folder may hold other weights by now
-        weights = sorted(pathlib.Path(key[name]).glob("*.safetensors")) if key[name] else []
-        key[f"weights of the {name}"] = [path.stat().st_mtime for path in weights]
+    for name in ("model", "adapter", "baseline"):  # a folder may hold other weights or another chat template by now
+        files = sorted(filter(pathlib.Path.is_file, pathlib.Path(key[name]).glob("*.*"))) if key[name] else []
+        read = [path for path in files if path.suffix in (".safetensors", ".json", ".jinja")]
+        key[f"files of the {name}"] = [path.stat().st_mtime for path in read]
     return key
 
 

@@ -100,6 +100,18 @@ def test_an_evaluation_resumes_with_what_its_responses_depend_on(tmp_path):
     assert evaluate.resume_key(cfg, samples) != key
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "chat_template.jinja", "generation_config.json"])
+def test_an_evaluation_does_not_resume_with_other_files_of_its_model(name, tmp_path):
+    (tmp_path / "predictions.part").touch()  # the output may be the model's folder
+    (tmp_path / name).touch()
+    cfg = Config(model=str(tmp_path), data="rows")
+    before = evaluate.resume_key(cfg, [])
+    (tmp_path / "predictions.part").unlink()
+    assert evaluate.resume_key(cfg, []) == before
+    os.utime(tmp_path / name, (1, 1))
+    assert evaluate.resume_key(cfg, []) != before
+
+
 def test_saved_predictions_of_a_task_keep_columns_of_their_own(tmp_path):
     """A benchmark's predictions have a column `answers`; here it is the data set's, and the reward reads it."""
     (tmp_path / "mine.py").write_text("def listed(completion, answer, answers):\n    return completion in answers\n")
