@@ -74,8 +74,8 @@ def first_count(text: str) -> int | None:
     "3.7", "x3" and "3D" are not whole numbers. Full-width digits and digits next to CJK characters are accepted. Only
     the first 18 digits are read.
     """
-    text = outside_thinking(text).partition("<think>")[0]
-    text = half_width(next(iter(answer_blocks(text)), text))
+    text = outside_thinking(text)
+    text = half_width(next(iter(answer_blocks(text)), text.partition("<think>")[0]))
     number = next((match[1] for match in _NUMBER.finditer(text) if not match[2]), None)
     return int(number.replace(",", "")[:18]) if number else None
 

@@ -63,6 +63,7 @@ def think(answer: str) -> str:
         ("First 9.</think>\n\nA photo of 3 cats", 3),  # the chat template has opened the thinking
         ("<think>Is it <answer>9</answer>?</think><answer>3</answer>", 3),
         ("<think>I see 3", None),  # cut off before an answer
+        ("<think>I see 9, or 3 <answer>3</answer>", 3),  # not closed before the answer
         ("<answer>4", 4),  # an unclosed tag does not make an answer block
         ("10²", 10),
         ("count...12", 12),
