@@ -129,12 +129,15 @@ def check_in_flight(cfg: Config, state: dict[str, Any]) -> None:
 
 
 def check_lengths(in_flight: list[dict[str, Any]], max_length: int) -> None:
-    """Raise UserError if a completion in flight, as `state_dict` returned it, already has `max_length` tokens."""
-    unfinished = [len(r["ids"]) for each in in_flight for r in each["rollouts"] if not r["finished"]]
-    if max(unfinished, default=0) >= max_length:
+    """Raise UserError if a completion in flight, as `state_dict` returned it, does not fit into `max_length` tokens.
+
+    An unfinished completion needs room for another token.
+    """
+    needed = max(((not r["finished"]) + len(r["ids"]) for each in in_flight for r in each["rollouts"]), default=0)
+    if needed > max_length:
         raise UserError(
-            f"--resume: an unfinished completion of the checkpoint has {max(unfinished)} tokens: set "
-            "--max_completion_length above that"
+            f"--resume: the checkpoint's prompts in flight need --max_completion_length {needed} or more, until a run "
+            "with --oversample 1 has trained on them"
         )
 
 

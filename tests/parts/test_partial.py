@@ -88,8 +88,8 @@ def test_ages_are_counted_in_steps():
     assert got == shares | {"partial/groups_waiting": 1, "partial/groups_unfinished": 2}
 
 
-def test_an_unfinished_completion_needs_room_for_a_token():
-    """The longest unfinished completion counts. Without room, sampling would never end."""
+def test_what_is_in_flight_has_to_fit_into_the_length_limit():
+    """Without room for a token, sampling would never end. A finished completion's advantages fill the limit only."""
     unfinished, shorter, finished = sampled({0: 9}, finished=False), sampled({0: 3}, finished=False), sampled({0: 10})
     in_flight = [DrawnPrompt(3, 1, 5, (finished, unfinished, shorter))]
     cfg, stream = Config(data="x", max_steps=1), SimpleNamespace(lengths={}, rewarded={})
@@ -99,7 +99,11 @@ def test_an_unfinished_completion_needs_room_for_a_token():
     (restored,) = two.in_flight
     assert (restored.position, restored.step, restored.row, restored.is_complete) == (3, 1, 5, False)
     assert [rollout.tokens_by_step for rollout in restored.rollouts] == [{0: 10}, {0: 9}, {0: 3}]
-    with pytest.raises(UserError, match="has 9 tokens: set --max_completion_length above that"):
+    check_lengths(one.state_dict()["in_flight"], max_length=10)
+    with pytest.raises(UserError, match="prompts in flight need --max_completion_length 10 or more, until"):
+        check_lengths(one.state_dict()["in_flight"], max_length=9)
+    one.in_flight = [DrawnPrompt(3, 1, 5, (unfinished, shorter))]
+    with pytest.raises(UserError, match="prompts in flight need --max_completion_length 10 or more, until"):
         check_lengths(one.state_dict()["in_flight"], max_length=9)
 
 
@@ -276,7 +280,7 @@ def test_what_is_in_flight_is_trained_on_without_the_flag_too(brief_model, shape
     assert len(trained) == 3 and set(counts.values()) == {1} and len(counts) == 12
     assert metrics(tmp_path / "second")[0]["partial/tokens_of_age_1"] > 0
     third = tmp_path / "third"
-    with pytest.raises(UserError, match=r"an unfinished completion .* has \d+ tokens: set --max_completion_length"):
+    with pytest.raises(UserError, match=r"prompts in flight need --max_completion_length \d+ or more, until a run"):
         grpo.main(config(brief_model, shapes, third, **flags | {"max_completion_length": 16}))
     with pytest.raises(UserError, match="prompts in flight need an importance weight"):
         grpo.main(config(brief_model, shapes, third, importance_cap=0.0, **flags))
