@@ -151,7 +151,8 @@ def write_pages(folder: pathlib.Path, *pages: Callable) -> list[str]:
         try:
             write(folder)
         except Exception as error:  # noqa: BLE001 - the logs may hold anything, and a page must never end a run
-            problems.append(f"{folder}: {write.__name__} fails ({describe(error)}): remove what is in its way")
+            how = "free some space, or remove what is in its way"
+            problems.append(f"{folder}: {write.__name__} fails ({describe(error)}): {how}")
     return problems
 
 

@@ -1,6 +1,7 @@
 """The page of sampled completions, the page of a run, and its curves."""
 
 import contextlib
+import errno
 import json
 import pathlib
 import re
@@ -243,6 +244,14 @@ def test_a_page_that_cannot_be_written_is_a_warning(tmp_path, capsys):
     assert (tmp_path / "curves.png").is_file()
     with pytest.raises(UserError, match="write_page fails"):
         __main__.main(__main__.Config(run=str(tmp_path)))
+
+
+def test_a_page_that_does_not_fit_on_the_disk_asks_for_space(tmp_path):
+    def write_full(folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (problem,) = report.write_pages(tmp_path, write_full)
+    assert problem.endswith("No space left on device): free some space, or remove what is in its way")
 
 
 @pytest.mark.parametrize("number", ["1e400", "1" * 400, "1.7e308", "-1.7e308"])
