@@ -278,7 +278,7 @@ def _local_state(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of the global random number generators, which dropout, rewards and libraries may use.
+    """Return the states of the global random number generators, which dropout, plugins and libraries may use.
 
     Sampling does not use them: its seeds are derived from the run's seed and the position of the prompt.
     """
