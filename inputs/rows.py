@@ -154,7 +154,7 @@ def _read_text(path: str | AnyPath) -> str:
     except UnicodeDecodeError as error:
         raise UserError(f"{str(path)!r} is not UTF-8 text ({error}): save it as UTF-8") from None
     except UNREADABLE as error:
-        raise UserError(f"cannot read {str(path)!r} ({error}): check --data") from None
+        raise UserError(f"cannot read {str(path)!r} ({error}): check the file") from None
 
 
 # --- one row ----------------------------------------------------------------------------------------------------------
