@@ -32,9 +32,9 @@ from common.errors import UserError
 from common.records import Prompt, Rollout, Trajectory, Turn
 from config import Config
 from rollout import ENGINES, NOT_STARTED
-from training import checkpoint
 from training.collect import Collector
 from training.prompt_stream import DrawnPrompt
+from training.resume import is_same_setting
 
 T = TypeVar("T")
 # flags on which the text and the images of a prompt depend
@@ -124,7 +124,7 @@ def check_in_flight(cfg: Config, state: dict[str, Any]) -> None:
         raise UserError(f"{need} another sampler than --engine {cfg.engine}, which does not know `should_stop`, {then}")
     new = json.loads(json.dumps(asdict(cfg)))  # lists where there are tuples, as in what was saved
     for name in PROMPT_FORMAT:
-        if not checkpoint.is_same_setting(saved[name], new[name]):
+        if not is_same_setting(saved[name], new[name]):
             raise UserError(f"{need} --{name} as it was ({saved[name] or 'left out'}), {then}")
 
 

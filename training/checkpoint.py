@@ -12,7 +12,6 @@ have been read (`Saver.wait_until_read`): on a GPU, until parts/fast has copied 
 import contextlib
 import json
 import math
-import os
 import random
 import shutil
 import threading
@@ -39,21 +38,13 @@ from common import cli, console, distributed
 from common.console import hide_credentials
 from common.errors import RunStopped, UserError, require
 from common.parts import extra
-from config import PolicyFlags, RunFlags
+from config import PolicyFlags
 from policy.export import export
 from policy.model import Policy, load_policy
 from policy.optimizer import Optimizers
 from policy.sharding import AFTER_UPDATE
 from training.run_folder import RunFolder, named_checkpoint
 
-# Settings that must stay the same when a run is resumed: the order of the rows, the trained parameters and the number
-# of updates depend on them, and nobody changes `loss_type`, `reward` or `env` within a run on purpose. Other settings,
-# such as the learning rate or β, may change; the changes are printed.
-ROW_SETTINGS = ("task", "rows", "rows_digest", "seed", "drop_last", "prompts_per_step", "num_generations")
-ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "lora_experts", "adapter", "load_in_4bit")
-POLICY_SETTINGS = ("model", "train_vision", "train_router", *ADAPTER_SETTINGS)
-UPDATE_SETTINGS = ("prompts_per_update", "num_iterations", "loss_type", "reward", "env")
-MUST_MATCH = ROW_SETTINGS + POLICY_SETTINGS + UPDATE_SETTINGS
 IN_FLIGHT = "in_flight.pt"  # the prompts of partial rollouts that are not trained on yet
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)  # frozen weights come from the starting model
 WRITING_THREADS = 8  # each holds one tensor at a time in host memory
@@ -369,32 +360,6 @@ def _make_state(folder: Path, policy: Policy, optimizers: Optimizers) -> None:
             like = parameter if value.size == parameter.shape else empty
             entry[path[-1]] = torch.zeros_like(like, dtype=value.properties.dtype)
         entry.setdefault(path[-1])  # None if it is not a tensor
-
-
-def check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Print the settings that have changed. Raise UserError if one of them is in `MUST_MATCH`."""
-    new = json.loads(hide_credentials(json.dumps(new)))
-    ignored = {field.name for field in fields(RunFlags)} - {"eval_data", "eval_every"}
-    changes = {
-        name: f"{name} was {old.get(name)}, is {value}"
-        for name, value in new.items()
-        if name not in ignored and not is_same_setting(old.get(name), value)
-    }
-    if conflicts := [change for name, change in changes.items() if name in MUST_MATCH]:
-        raise UserError(
-            f"--resume: {folder} belongs to another run ({', '.join(conflicts)}): "
-            "use the same settings, or a new --output without --resume"
-        )
-    if changes:
-        console.log(f"settings changed since the checkpoint: {', '.join(changes.values())}")
-
-
-def is_same_setting(old: Any, new: Any) -> bool:
-    """Return whether a saved setting equals a new one, or is the same path or URL in another spelling."""
-    if not (isinstance(old, str) and isinstance(new, str)):
-        return old == new
-    is_same_path = os.path.exists(new) and os.path.realpath(old) == os.path.realpath(new)
-    return is_same_path or old == hide_credentials(new)
 
 
 def main(cfg: Config) -> None:

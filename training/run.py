@@ -77,11 +77,13 @@ def start(
     loop = Loop(saver, eval_samples, interrupted, evaluate)
     run = Run(cfg, policy, reference, teacher, collector, updater, loop)
     if resume.checkpoint:
+        from training.resume import is_same_setting
+
         with checkpoint.reading(resume.checkpoint):
             checkpoint.check_parts(resume.checkpoint, state, policy, optimizers)
             checkpoint.load_checkpoint(resume.checkpoint, policy, reference, optimizers)
             load_state(run, state)
-            has_same_rows = checkpoint.is_same_setting(state["config"]["eval_data"], cfg.eval_data)
+            has_same_rows = is_same_setting(state["config"]["eval_data"], cfg.eval_data)
             loop.eval_due = bool(eval_samples) and (loop.eval_due or not has_same_rows)  # other rows have no score yet
     run.log = prepare_output(cfg, folder, resumed_step, collector)
     return run
@@ -171,10 +173,13 @@ def check_state(cfg: Config, stream: PromptStream, resume: ResumePlan) -> dict[s
 
     Raises UserError if the run cannot continue with the flags `cfg`.
     """
+    from training.resume import check_settings, note_newer_files
+
     folder = resume.checkpoint
     with checkpoint.reading(folder):
         state = checkpoint.read_progress(folder)
-        checkpoint.check_settings(folder, state["config"], asdict(cfg) | stream.fingerprint)
+        check_settings(folder, state["config"], asdict(cfg) | stream.fingerprint)
+        note_newer_files(folder, cfg)
         if (path := folder / checkpoint.IN_FLIGHT).is_file():
             state["collector"]["in_flight"] = torch.load(path, weights_only=True)
     return state

@@ -31,7 +31,8 @@ from tests.helpers.marks import needs, slow
 from tests.helpers.runs import SMALL, config, difference, metrics, plugin_with_timeout, weights
 from tests.helpers.scripts import Script, check_success, run_script, torchrun
 from training import checkpoint, loop, run_folder
-from training.checkpoint import Saver, is_same_setting
+from training.checkpoint import Saver
+from training.resume import check_settings, is_same_setting
 from training.run_folder import RunFolder, verify_checkpoint, write_manifest
 
 SLOW = pytest.mark.slow
@@ -201,6 +202,24 @@ def test_urls_with_credentials_are_compared_without_them():
     assert is_same_setting("http://***@host/rows", "http://me:secret@host/rows")
     assert not is_same_setting("http://***@host/rows", "http://me:secret@other/rows")
     assert is_same_setting(None, None) and not is_same_setting("rows", None)
+
+
+def test_a_resumed_run_names_files_that_may_have_changed(tiny_model, shapes, tmp_path, capsys):
+    model, reward, template = tmp_path / "model", tmp_path / "mine.py", tmp_path / "prompt.jinja"
+    shutil.copytree(tiny_model, model)
+    reward.write_text("def short(completion, answer):\n    return float(len(completion) < 9)\n")
+    template.write_text("{{ content }}")
+    flags = dict(reward=("count=0.5", f"{reward}:short"), template=str(template), save_every=1)
+    grpo.main(config(str(model), shapes, tmp_path / "run", max_steps=1, **flags))
+    grpo.main(config(str(model), shapes, tmp_path / "run", max_steps=2, resume="newest", **flags))
+    assert "perhaps changed" not in capsys.readouterr().err
+    later = time.time() + 60
+    for path in (reward, template, model / "model.safetensors"):
+        os.utime(path, (later, later))
+    (model / "notes.txt").write_text("not of the model")
+    grpo.main(config(str(model), shapes, tmp_path / "run", max_steps=3, resume="newest", **flags))
+    expected = f"newer than the checkpoint, so perhaps changed: {model}, {template}, {reward}\n"
+    assert expected in capsys.readouterr().err
 
 
 def test_other_held_out_rows_are_evaluated_before_the_next_step(tiny_model, shapes, tmp_path, monkeypatch):
@@ -392,7 +411,7 @@ def test_settings_that_must_not_change(name, tmp_path):
     saved = asdict(grpo.Config(data="rows", learning_rate=1)) | {name: 1}
     (tmp_path / "state.json").write_text(json.dumps(STATE | {"config": saved}))
     with pytest.raises(UserError, match=rf"belongs to another run \({name} was 1, is 2\)"):
-        checkpoint.check_settings(tmp_path, checkpoint.read_progress(tmp_path)["config"], {name: 2})
+        check_settings(tmp_path, checkpoint.read_progress(tmp_path)["config"], {name: 2})
 
 
 @pytest.mark.parametrize("lacks", ["parts", "config"])
