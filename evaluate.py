@@ -22,7 +22,7 @@ import torch
 
 from common import cli, console, distributed, plugins
 from common.errors import RunStopped, UserError, require
-from common.files import lock_file, read_jsonl, release_locks
+from common.files import lock_file, model_files, read_jsonl, release_locks
 from common.parts import extra
 from common.records import RequestLimits, Sample
 from config import DataFlags, EngineFlags, PolicyFlags, RewardFlags, check_values
@@ -174,9 +174,8 @@ def resume_key(cfg: Config, samples: list[Sample]) -> dict[str, Any]:
         digest.update(repr((sample.source, *sample.texts, sample.system, images)).encode())
     key["rows"] = digest.hexdigest()
     for name in ("model", "adapter", "baseline"):  # a folder may hold other weights or another chat template by now
-        files = sorted(filter(pathlib.Path.is_file, pathlib.Path(key[name]).glob("*.*"))) if key[name] else []
-        read = [path for path in files if path.suffix in (".safetensors", ".json", ".jinja")]
-        key[f"files of the {name}"] = [path.stat().st_mtime for path in read]
+        files = model_files(key[name]) if key[name] else []
+        key[f"files of the {name}"] = [path.stat().st_mtime for path in files]
     return key
 
 
@@ -225,7 +224,7 @@ def write_results(
     comparison = baseline.compare(*compared, predictions) if baseline else {}
     run = read_jsonl(folder.parent / "metrics.jsonl")  # if the folder is inside a run's folder
     step = {name: run[-1].get(name) for name in ("step", "step_time")} if run and "step" in run[-1] else {}
-    write_predictions(folder, scores | comparison | step, predictions)
+    write_predictions(folder, scores | comparison | step, predictions, sampled=not cfg.predictions)
     if (folder / "baseline").is_dir():  # then the page may be that of an earlier comparison
         (folder / "completions.html").unlink(missing_ok=True)
     (folder / "scores.png").unlink(missing_ok=True)

@@ -72,6 +72,12 @@ def partial_path(path: Path) -> Path:
     return path.with_name(path.name + ".partial")  # not with_suffix: a model's name may contain dots
 
 
+def model_files(folder: str | Path) -> list[Path]:
+    """Return the weights, settings and templates of the model or adapter in `folder`; none for the name of a hub."""
+    suffixes = (".safetensors", ".json", ".jinja")
+    return sorted(path for path in Path(folder).glob("*.*") if path.suffix in suffixes and path.is_file())
+
+
 def json_lines(objects: Iterable[dict]) -> str:
     """Return `objects` as lines of JSON. NaN and infinity become null, and values that JSON cannot hold become text."""
     plain = (json.loads(json.dumps(each, default=str), parse_constant=lambda _: None) for each in objects)

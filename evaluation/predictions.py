@@ -52,12 +52,13 @@ def scores_by_answer(predictions: list[dict], task: str) -> dict[str, dict[str, 
     return {"answer": {name: {"n": len(subsets[name]), "score": score} for name, score in scores.items()}}
 
 
-def write_predictions(folder: pathlib.Path, scores: dict, predictions: list[dict]) -> None:
-    """Write predictions.jsonl and scores.json, and delete the progress file that they replace."""
+def write_predictions(folder: pathlib.Path, scores: dict, predictions: list[dict], sampled: bool) -> None:
+    """Write predictions.jsonl and scores.json; if they were `sampled`, delete the progress file that they replace."""
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write(folder / "predictions.jsonl", json_lines(predictions))
     atomic_write(folder / "scores.json", json.dumps(scores, indent=1) + "\n")
-    (folder / PROGRESS).unlink(missing_ok=True)
+    if sampled:
+        (folder / PROGRESS).unlink(missing_ok=True)
 
 
 def title(scores: dict) -> str:

@@ -68,14 +68,14 @@ def half_width(text: str) -> str:
 
 
 def first_count(text: str) -> int | None:
-    """Return the first whole number in the first `<answer>` block, or in the whole text if there is no block.
+    """Return the first whole number in the first `<answer>` block or, without one, in the text. Thinking is left out.
 
-    Thinking is left out. Returns None if there is no whole number. "1,234" is one number, and "3apples" counts as 3.
+    Returns None if there is no whole number. "1,234" is one number, and "3apples" counts as 3.
     "3.7", "x3" and "3D" are not whole numbers. Full-width digits and digits next to CJK characters are accepted. Only
     the first 18 digits are read.
     """
     text = outside_thinking(text)
-    text = half_width(next(iter(answer_blocks(text)), text.partition("<think>")[0]))
+    text = half_width(next(iter(answer_blocks(text)), text.partition("<think>")[0]))  # the thinking may be cut off
     number = next((match[1] for match in _NUMBER.finditer(text) if not match[2]), None)
     return int(number.replace(",", "")[:18]) if number else None
 

@@ -108,7 +108,6 @@ def check_in_flight(cfg: Config, state: dict[str, Any]) -> None:
     """Raise UserError if a checkpoint's `state` has prompts in flight that cannot be continued with `cfg`."""
     if "in_flight" not in state.get("collector", {}):
         return
-    check_lengths(state["collector"]["in_flight"], cfg.max_completion_length)
     saved = state["config"]  # the flags with which they began
     need = "--resume: the checkpoint's prompts in flight need"
     then = "until a run with --oversample 1 has trained on them"
@@ -116,6 +115,8 @@ def check_in_flight(cfg: Config, state: dict[str, Any]) -> None:
         cfg.check_stale_tokens(need)
     except ValueError as error:
         raise UserError(str(error)) from None
+    if (tokens := least_length(state["collector"]["in_flight"])) > cfg.max_completion_length:
+        raise UserError(f"{need} --max_completion_length {tokens} or more, {then}")
     if cfg.max_staleness < saved["max_staleness"]:
         raise UserError(f"{need} --max_staleness {saved['max_staleness']} or more, {then}")
     if cfg.tensor_parallel > 1:
@@ -128,17 +129,13 @@ def check_in_flight(cfg: Config, state: dict[str, Any]) -> None:
             raise UserError(f"{need} --{name} as it was ({saved[name] or 'left out'}), {then}")
 
 
-def check_lengths(in_flight: list[dict[str, Any]], max_length: int) -> None:
-    """Raise UserError if a completion in flight, as `state_dict` returned it, does not fit into `max_length` tokens.
+def least_length(in_flight: list[dict[str, Any]]) -> int:
+    """Return the least limit, in tokens, for the completions in flight, as `state_dict` returned them.
 
     An unfinished completion needs room for another token.
     """
-    needed = max(((not r["finished"]) + len(r["ids"]) for each in in_flight for r in each["rollouts"]), default=0)
-    if needed > max_length:
-        raise UserError(
-            f"--resume: the checkpoint's prompts in flight need --max_completion_length {needed} or more, until a run "
-            "with --oversample 1 has trained on them"
-        )
+    rollouts = [rollout for each in in_flight for rollout in each["rollouts"]]
+    return max((len(each["ids"]) if each["finished"] else len(each["ids"]) + 1 for each in rollouts), default=0)
 
 
 def with_num_stale(rollout: Rollout, step: int) -> Rollout:

@@ -9,6 +9,7 @@ from typing import Any
 from common import console
 from common.console import hide_credentials
 from common.errors import UserError
+from common.files import model_files
 from config import RunFlags
 from training.run_folder import MANIFEST
 
@@ -20,7 +21,6 @@ ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "lora_experts", "adapter", "load_
 POLICY_SETTINGS = ("model", "train_vision", "train_router", *ADAPTER_SETTINGS)
 UPDATE_SETTINGS = ("prompts_per_update", "num_iterations", "loss_type", "reward", "env")
 MUST_MATCH = ROW_SETTINGS + POLICY_SETTINGS + UPDATE_SETTINGS
-MODEL_FILES = (".safetensors", ".json", ".jinja")
 
 
 def check_settings(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
@@ -52,8 +52,7 @@ def is_same_setting(old: Any, new: Any) -> bool:
 def note_newer_files(folder: Path, cfg: Any) -> None:
     """Print which files that a run with the flags `cfg` reads are newer than its checkpoint in `folder`.
 
-    They may have changed: those of the starting model, the adapter and the teacher, templates, and rewards. From these
-    a resumed run takes its frozen weights, its reference, its prompts and more.
+    They may have changed. From them, a resumed run takes frozen weights, reference, teacher, prompts and rewards.
     """
     named = [getattr(cfg, name, None) for name in ("model", "adapter", "teacher", "template", "verifier_template")]
     named += [reward.partition(":")[0] for reward in getattr(cfg, "reward", ())]
@@ -64,5 +63,5 @@ def note_newer_files(folder: Path, cfg: Any) -> None:
 
 def _last_change(path: Path) -> float:
     """Return when a file, or one of a model's files in a folder, was last changed; 0 if there is none."""
-    files = [path] if path.is_file() else [file for file in path.glob("*.*") if file.suffix in MODEL_FILES]
+    files = [path] if path.is_file() else model_files(path)
     return max((file.stat().st_mtime for file in files), default=0.0)

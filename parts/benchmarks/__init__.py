@@ -6,12 +6,9 @@ prints the command that scores a run in lmms-eval. `saved.py` reads saved predic
 """
 
 import functools
-import pathlib
 from typing import Any
 
-from common import console
 from common.records import Sample
-from evaluation.held_out import PROGRESS
 from evaluation.predictions import Judge
 from parts.benchmarks.figures import draw_scores
 from parts.benchmarks.saved import read_predictions
@@ -29,17 +26,4 @@ def prepare(cfg: Any) -> tuple[Judge, Baseline | None, tuple[list[Sample], list[
         check_baseline(cfg)
         judge.swap_pictures = functools.partial(swap_pictures, cfg)
     baseline = Baseline(cfg, judge) if cfg.baseline else None
-    saved = read_predictions(cfg.predictions, judge) if cfg.predictions else None
-    if saved:
-        _keep_progress(pathlib.Path(cfg.output))
-    if baseline and baseline.is_saved:
-        _keep_progress(pathlib.Path(cfg.output, "baseline"))
-    return judge, baseline, saved
-
-
-def _keep_progress(folder: pathlib.Path) -> None:
-    """Rename what an interrupted evaluation has sampled, which one that samples nothing would delete at its end."""
-    path = folder / PROGRESS
-    if console.is_main() and path.is_file():
-        path.rename(path.with_suffix(".old"))
-        console.log(f"note: {path.with_suffix('.old')} has the responses of an evaluation that was interrupted")
+    return judge, baseline, read_predictions(cfg.predictions, judge) if cfg.predictions else None

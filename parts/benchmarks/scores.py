@@ -253,7 +253,7 @@ class Baseline:
         scores, pairs = {"model": self.cfg.baseline} | scores, self.pairs
         if self.cfg.picture:  # then the difference is what the rows' own pictures add
             pairs = [(without, own) for own, without in pairs]
-        write_predictions(self.folder / "baseline", scores, judged)
+        write_predictions(self.folder / "baseline", scores, judged, sampled=not self.is_saved)
         return {"baseline": scores, "paired": score_difference(self.cfg.benchmark, pairs)}
 
     def report(self, scores: dict, paired: dict, samples: list[Sample]) -> None:

@@ -224,7 +224,7 @@ def write_page(folder: pathlib.Path) -> None:
 def write_index(folder: pathlib.Path) -> None:
     """Write `index.html`: what a run is and has reached, its warnings, its pictures, and links to what else there is.
 
-    What an evaluation is of stands beside it, unless it is of the newest step.
+    An evaluation is marked if it is of an earlier step than the newest, or of a run that this one has replaced.
     """
     rows, config = read_jsonl(folder / "metrics.jsonl", is_metrics), _read_object(folder / "config.json")
     newest = rows[-1]["step"] if rows else 0
@@ -235,7 +235,7 @@ def write_index(folder: pathlib.Path) -> None:
         ends = dict.fromkeys(f"{score:.3f} (step {step})" for score, step in scores[:1] + scores[-1:])
         facts[f"held-out {name}"] = " → ".join(ends)  # before and after
     found = {path.parent.name: _read_object(path) for path in folder.glob("*/scores.json")}
-    evaluations = {name: _evaluated(scores, rows, newest) for name, scores in found.items()}
+    evaluations = {name: _origin(scores, rows, newest) for name, scores in found.items()}
     files = ["completions.html", "metrics.jsonl", "config.json", "final", *sorted(evaluations), "curves.png"]
     files += [f"{name}/scores.png" for name in sorted(evaluations)]
     save_page(
@@ -245,14 +245,14 @@ def write_index(folder: pathlib.Path) -> None:
         facts=facts,
         warnings=all_problems(rows).values(),
         files=[name for name in files if (folder / name).exists()],
-        older={name: what for name, what in evaluations.items() if what},
+        older={name: origin for name, origin in evaluations.items() if origin},
     )
 
 
-def _evaluated(scores: dict, rows: list[dict], newest: int) -> str:
-    """Return what the evaluation with these `scores` is of, or "" if it is of the `newest` step.
+def _origin(scores: dict, rows: list[dict], newest: int) -> str:
+    """Return which step or run an evaluation with these `scores` is of; "" for the `newest` step of this run.
 
-    A run that replaces another has the same steps, but they do not take the same time.
+    The steps of a run that was replaced have the same numbers, but took other times.
     """
     step = scores.get("step", newest)
     row = next((row for row in rows if row["step"] == step), {})

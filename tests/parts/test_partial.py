@@ -26,7 +26,7 @@ from common.records import Rewards, Rollout, Sampling, ScoredGroup
 from config import Config, PolicyFlags
 from data import encode_prompt, load_processor
 from packing import pack
-from parts.partial import PartialCollector, StoppingRule, check_lengths, partial_metrics, with_num_stale
+from parts.partial import PartialCollector, StoppingRule, least_length, partial_metrics, with_num_stale
 from policy.model import load_model, load_policy
 from rollout import ENGINES, NOT_STARTED, EngineEntry
 from sampling.hf_engine import HFEngine
@@ -99,12 +99,11 @@ def test_what_is_in_flight_has_to_fit_into_the_length_limit():
     (restored,) = two.in_flight
     assert (restored.position, restored.step, restored.row, restored.is_complete) == (3, 1, 5, False)
     assert [rollout.tokens_by_step for rollout in restored.rollouts] == [{0: 10}, {0: 9}, {0: 3}]
-    check_lengths(one.state_dict()["in_flight"], max_length=10)
-    with pytest.raises(UserError, match="prompts in flight need --max_completion_length 10 or more, until"):
-        check_lengths(one.state_dict()["in_flight"], max_length=9)
+    assert least_length(one.state_dict()["in_flight"]) == 10
     one.in_flight = [DrawnPrompt(3, 1, 5, (unfinished, shorter))]
-    with pytest.raises(UserError, match="prompts in flight need --max_completion_length 10 or more, until"):
-        check_lengths(one.state_dict()["in_flight"], max_length=9)
+    assert least_length(one.state_dict()["in_flight"]) == 10
+    one.in_flight = [DrawnPrompt(3, 1, 5, (shorter,))]
+    assert least_length(one.state_dict()["in_flight"]) == 4 and least_length([]) == 0
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------

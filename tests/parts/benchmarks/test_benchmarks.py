@@ -894,7 +894,7 @@ def test_a_row_with_an_empty_cell_is_found_in_a_saved_baseline(tmp_path):
     """Some tables have NaN there. A file of predictions has null in its place."""
     row = {"question": "q", "choices": float("nan"), "unit": float("nan"), "precision": 1.0, "answer": "2.5"}
     rows = judged("mathvista", [row | {"question_type": "free_form", "answer_type": "float", "responses": ["2.5"]}])
-    write_predictions(tmp_path, {}, rows)
+    write_predictions(tmp_path, {}, rows, sampled=True)
     assert len(pair_predictions("mathvista", read_jsonl(tmp_path / "predictions.jsonl"), rows)) == 1
 
 
@@ -928,8 +928,8 @@ def test_saved_predictions_do_not_delete_what_an_interrupted_evaluation_has_samp
         (folder / "predictions.part").write_text("sampled in hours")
     evaluate.main(replace(cfg, output=str(output), baseline=str(tmp_path / "other")))
     for folder in (output, output / "baseline"):
-        assert (folder / "predictions.old").read_text() == "sampled in hours"
-        assert (folder / "predictions.jsonl").is_file() and not (folder / "predictions.part").exists()
+        assert (folder / "predictions.part").read_text() == "sampled in hours"
+        assert (folder / "predictions.jsonl").is_file()
 
 
 def test_a_page_is_removed_only_if_it_is_that_of_an_earlier_comparison(tmp_path):
